@@ -1,0 +1,71 @@
+PYTHON ?= $(shell command -v python3.11 || command -v python3)
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.setup-stamp
+PIP := $(BIN)/python -m pip --disable-pip-version-check
+
+# One BLAS thread per pytest worker: two workers with a thread pool each only fight over two cores.
+TEST_WORKERS ?= 2
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(TEST_WORKERS)
+
+# A GPU machine may bring its own torch and no network: the GPU target runs without `make setup` there,
+# with pure-Python test tools carried along in vendor/.
+GPU_PYTHON ?= $(if $(wildcard $(BIN)/python),$(BIN)/python,python3)
+
+# pyright would ask the registry for a newer version of itself on every run.
+export PYRIGHT_PYTHON_IGNORE_WARNINGS := 1
+
+.DEFAULT_GOAL := help
+.DELETE_ON_ERROR:
+.PHONY: help setup demo test test-slow lint format bench gpu clean
+
+help: ## Show this list
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+
+setup: $(STAMP) ## Create .venv with everything pinned (does nothing when up to date)
+
+$(STAMP): pyproject.toml constraints.txt
+	@test -n "$(PYTHON)" || { echo "setup: no python3 found; install Python 3.11 or newer" >&2; exit 1; }
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
+	  || { echo "setup: $(PYTHON) is older than Python 3.11; name another with PYTHON=..." >&2; exit 1; }
+	@echo "setup 1/3: virtual environment in $(VENV)"
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@$(PIP) install -qq --constraint constraints.txt pip setuptools
+	@echo "setup 2/3: torch (the largest download)"
+	@$(PIP) install -qq --constraint constraints.txt torch
+	@echo "setup 3/3: wholestep and its tools"
+	@$(PIP) install -qq --constraint constraints.txt --no-build-isolation --editable '.[test,dev,plot]'
+	@touch $@
+	@echo "setup done"
+
+demo: setup ## Compile a training step, show what changed and check it against eager
+	@$(BIN)/python -m wholestep.cli demo
+
+test: setup ## Run the tests (not slow, gpu or root)
+	@$(PYTEST) $(ARGS)
+
+test-slow: setup ## Run the slow tests
+	@$(PYTEST) -m "slow and not gpu and not root" $(ARGS)
+
+lint: setup ## Check style, formatting and types
+	@echo "lint 1/3: ruff check"
+	@$(BIN)/ruff check --quiet .
+	@echo "lint 2/3: ruff format"
+	@$(BIN)/ruff format --check --quiet .
+	@echo "lint 3/3: pyright"
+	@$(BIN)/pyright
+
+format: setup ## Rewrite the sources in house style
+	@$(BIN)/ruff check --fix-only --quiet .
+	@$(BIN)/ruff format .
+
+bench: setup ## Measure the overhead of a compiled step against eager
+	@$(BIN)/python -m benchmarks.overhead $(ARGS)
+
+gpu: ## Run the GPU tests, then the GPU benchmarks where there are some
+	@PYTHONPATH=src:vendor $(GPU_PYTHON) -m pytest -m gpu tests/gpu $(ARGS)
+	@if [ -e benchmarks/gpu.py ] || [ -e benchmarks/gpu ]; then PYTHONPATH=src:vendor $(GPU_PYTHON) -m benchmarks.gpu; fi
+
+clean: ## Remove caches and build outputs (.venv stays)
+	@rm -rf build dist outputs .pytest_cache .ruff_cache .hypothesis src/*.egg-info
+	@find src tests benchmarks -name __pycache__ -type d -prune -exec rm -rf {} +

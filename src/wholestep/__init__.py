@@ -1,0 +1,25 @@
+"""Wholestep compiles a whole PyTorch training step: forward, loss, backward and optimizer as one graph."""
+
+from wholestep._version import __version__
+from wholestep.api import compile
+from wholestep.errors import (
+    CaptureError,
+    GraphError,
+    GuardError,
+    PassError,
+    SettingsError,
+    VerificationError,
+    WholestepError,
+)
+
+__all__ = [
+    "CaptureError",
+    "GraphError",
+    "GuardError",
+    "PassError",
+    "SettingsError",
+    "VerificationError",
+    "WholestepError",
+    "__version__",
+    "compile",
+]

@@ -1,0 +1,401 @@
+"""The one file that touches what PyTorch keeps private.
+
+Each entry says why it is needed. Seen working with torch 2.11 and 2.13 (the supported range is 2.11 to 2.13); when a
+release moves one of these, this is the only file to mend.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import inspect
+from collections.abc import Callable, Generator, Iterator, Sequence
+from typing import Any
+from unittest import mock
+
+import sympy
+import torch
+import torch.fx.traceback as fx_traceback
+import torch.utils.checkpoint
+from torch import fx
+from torch._dynamo.source import ConstantSource
+from torch._dynamo.utils import _disable_saved_tensors_hooks_during_tracing
+from torch._functorch._aot_autograd.logging_utils import setup_stacktrace_preservation_hooks
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensor,
+    FakeTensorMode,
+)
+from torch._subclasses.functional_tensor import FunctionalTensor, FunctionalTensorMode
+from torch.fx.experimental.proxy_tensor import (
+    get_proxy_mode,
+    get_proxy_slot,
+    make_fx,
+    track_tensor_tree,
+)
+from torch.fx.experimental.symbolic_shapes import (
+    DimDynamic,
+    GuardOnDataDependentSymNode,
+    ShapeEnv,
+    StatelessSymbolicContext,
+)
+from torch.optim.optimizer import Optimizer
+from torch.utils._python_dispatch import _disable_current_modes
+
+__all__ = [
+    "DATA_DEPENDENT_ERRORS",
+    "FakeTensor",
+    "FakeTensorMode",
+    "FunctionalTensor",
+    "FunctionalTensorMode",
+    "ShapeEnv",
+]
+
+# Raised by fake tensors and symbolic shapes when Python asks for a value that only exists at run time.
+DATA_DEPENDENT_ERRORS = (DataDependentOutputException, DynamicOutputShapeException, GuardOnDataDependentSymNode)
+
+TORCH_ROOT = torch.__path__[0]
+
+# What torch.optim calls with fused=True, and the functional operator that takes the learning rate as a tensor.
+FUSED_OPTIMIZERS: dict[Callable[..., Any], Any] = {
+    torch._fused_adam_: torch.ops.aten._fused_adam.tensor_lr,
+    torch._fused_adamw_: torch.ops.aten._fused_adamw.tensor_lr,
+    torch._fused_sgd_: torch.ops.aten._fused_sgd.tensor_lr,
+    torch._fused_adagrad_: torch.ops.aten._fused_adagrad.tensor_lr,
+}
+
+
+def new_fake_mode() -> FakeTensorMode:
+    """A fake mode with symbolic shapes; real tensors it meets (constants made inside the step) are faked on the fly.
+
+    `capture_scalar_outputs` is what lets the optimizer's `step.item()` become a symbolic number instead of an error.
+    """
+    return FakeTensorMode(
+        shape_env=ShapeEnv(allow_scalar_outputs=True, allow_dynamic_output_shape_ops=False), allow_non_fake_inputs=True
+    )
+
+
+def fake_like(mode: FakeTensorMode, tensor: torch.Tensor, name: str, dynamic_dims: Sequence[int] = ()) -> FakeTensor:
+    """A fake twin of `tensor`; equal sizes among all `dynamic_dims` of one mode share one symbol (duck shaping)."""
+    sizes = [DimDynamic.DUCK if dim in dynamic_dims else DimDynamic.STATIC for dim in range(tensor.dim())]
+    context = StatelessSymbolicContext(dynamic_sizes=sizes)  # pyright: ignore[reportCallIssue]
+    with _disable_current_modes():  # else the detach itself would be traced
+        return mode.from_tensor(tensor.detach(), source=ConstantSource(name), symbolic_context=context)
+
+
+def new_symbolic_float(mode: FakeTensorMode) -> torch.SymFloat:
+    """A float whose value the graph must not depend on while tracing (a learning rate)."""
+    return _shape_env(mode).create_unbacked_symfloat()
+
+
+def new_symbolic_int(mode: FakeTensorMode) -> torch.SymInt:
+    """An int whose value the graph must not depend on while tracing (a step counter kept as a Python int)."""
+    return _shape_env(mode).create_unbacked_symint()
+
+
+def _shape_env(mode: FakeTensorMode) -> ShapeEnv:
+    assert mode.shape_env is not None
+    return mode.shape_env
+
+
+def size_assumptions(mode: FakeTensorMode) -> list[tuple[str, Callable[[int], bool]]]:
+    """What tracing assumed about the one symbolic batch size: each as text and as a predicate of a size.
+
+    Covers guards (`s0 < 100`), equalities that pinned the symbol (`s0 = 4`) and divisibility.
+    """
+    env = _shape_env(mode)
+    assumptions = [guard.expr for guard in env.guards]
+    assumptions += [sympy.Eq(symbol, value) for symbol, value in env.replacements.items()]
+    backed = set(env.backed_var_to_val if hasattr(env, "backed_var_to_val") else env.var_to_val)
+
+    def holds(assumption: Any, size: int) -> bool:
+        value = assumption.subs(dict.fromkeys(assumption.free_symbols & backed, size))
+        return bool(value) if not value.free_symbols else True
+
+    return [(str(item), functools.partial(holds, item)) for item in assumptions if item.free_symbols & backed]
+
+
+def expression(size: Any) -> Any:
+    """A hashable, comparable form of a size: the sympy expression of a symbolic one, the number itself otherwise."""
+    return size.node.expr if isinstance(size, (torch.SymInt, torch.SymFloat, torch.SymBool)) else size
+
+
+def optimization_hint(size: Any) -> int:
+    """The size seen while tracing, for estimates of flops and bytes; symbolic sizes without one count as 1."""
+    if not isinstance(size, torch.SymInt):
+        return int(size)
+    return int(size.node.hint) if size.node.has_hint() else 1
+
+
+def storage_key(tensor: torch.Tensor) -> int:
+    """Identity of the storage behind a (fake) tensor: equal keys alias."""
+    return tensor.untyped_storage()._cdata
+
+
+def to_functional(tensor: torch.Tensor) -> torch.Tensor:
+    """Wrap for functionalisation: in-place ops on the result are recorded as new values."""
+    return FunctionalTensor.to_functional(tensor)
+
+
+def from_functional(tensor: torch.Tensor) -> torch.Tensor:
+    """The fake tensor that holds the current value of a functional one, after pending mutations."""
+    torch._sync(tensor)
+    assert isinstance(tensor, FunctionalTensor)
+    return torch._from_functional_tensor(tensor.elem)
+
+
+def is_constant(tensor: torch.Tensor) -> bool:
+    """Whether a traced tensor was made from Python numbers inside the step, so that its value is known now."""
+    if not isinstance(tensor, FunctionalTensor):
+        return False
+    fake = torch._from_functional_tensor(tensor.elem)
+    return isinstance(fake, FakeTensor) and fake.constant is not None
+
+
+def is_traced(tensor: object) -> bool:
+    """Whether a tensor is part of the trace (as opposed to a real tensor that Python still holds)."""
+    if isinstance(tensor, (FunctionalTensor, FakeTensor)):
+        return True
+    return isinstance(tensor, torch.Tensor) and torch._is_functional_tensor(tensor)
+
+
+def current_tracer() -> Any:
+    """The tracer of the running `trace`; its `graph` grows with every op."""
+    proxy_mode = get_proxy_mode()
+    assert proxy_mode is not None, "no trace is running"
+    return proxy_mode.tracer
+
+
+def track_as_placeholder(tracer: Any, value: object, name: str) -> fx.Node:
+    """Make `value` (a fake tensor or symbolic number) an input of the graph being traced, at any time of the trace."""
+    proxy = tracer.create_proxy("placeholder", name, (), {}, name=name)
+    track_tensor_tree(value, proxy, constant=None, tracer=tracer)
+    return proxy.node
+
+
+def node_of(tracer: Any, fake: torch.Tensor) -> fx.Node:
+    """The node of the graph being traced that produces a fake tensor."""
+    return get_proxy_slot(fake, tracer).proxy.node
+
+
+def mkldnn_rnn_layer_in_training(*args: Any, **kwargs: Any) -> Any:
+    """`aten.mkldnn_rnn_layer` that keeps what its backward needs; the kernel asks grad mode whether to."""
+    with torch.enable_grad():
+        return torch.ops.aten.mkldnn_rnn_layer.default(
+            *(arg.detach() if isinstance(arg, torch.Tensor) else arg for arg in args), **kwargs
+        )
+
+
+def trace(function: Callable[[], Any], mode: FakeTensorMode) -> fx.GraphModule:
+    """Run `function` and record every aten op it reaches, below autograd, as one FX graph."""
+    with (
+        mode,
+        fx_traceback.preserve_node_meta(),
+        _disable_saved_tensors_hooks_during_tracing(),
+        torch.autograd.set_multithreading_enabled(False),
+        torch.random.fork_rng(devices=[]),
+    ):
+        return make_fx(function, tracing_mode="real", _disable_torch_fn_metadata_mode=True)()
+
+
+def link_backward(roots: list[Any]) -> None:
+    """Hook the autograd graph so that each backward node records the sequence number of its forward node."""
+    setup_stacktrace_preservation_hooks(roots)
+
+
+def accumulate_grad_variables(roots: Sequence[Any]) -> Iterator[torch.Tensor]:
+    """The leaves that a backward pass from `roots` will write gradients to."""
+    seen: set[Any] = set()
+    pending = [root for root in roots if root is not None]
+    while pending:
+        node = pending.pop()
+        if node in seen:
+            continue
+        seen.add(node)
+        if hasattr(node, "variable"):
+            yield node.variable
+        pending.extend(function for function, _ in node.next_functions if function is not None)
+
+
+@contextlib.contextmanager
+def compiling_flag(value: bool) -> Generator[None]:
+    """What `torch.compiler.is_compiling()` answers: model code that asks takes its traceable branch."""
+    previous = torch.compiler._is_compiling_flag
+    torch.compiler._is_compiling_flag = value
+    try:
+        yield
+    finally:
+        torch.compiler._is_compiling_flag = previous
+
+
+@contextlib.contextmanager
+def transparent_checkpoints(region: Callable[[], contextlib.AbstractContextManager[None]]) -> Generator[None]:
+    """Run `torch.utils.checkpoint` regions as plain calls, each inside `region()`.
+
+    Traced as they are, checkpoints redraw dropout masks in the recomputation and the reentrant kind loses gradients.
+    The math is the plain call's; which tensors to recompute is a decision on the graph.
+    """
+
+    def reentrant(function: Callable[..., Any], _preserve_rng: bool, *args: Any) -> Any:
+        # Eager gives parameters in such a region no gradient unless one of the inputs needs one.
+        inputs_need_grad = any(isinstance(arg, torch.Tensor) and arg.requires_grad for arg in args)
+        with region(), torch.set_grad_enabled(inputs_need_grad and torch.is_grad_enabled()):
+            return function(*args)
+
+    def non_reentrant(*_: Any, **__: Any) -> Generator[None]:
+        with region():
+            yield
+
+    module = torch.utils.checkpoint
+    with (
+        mock.patch.object(module.CheckpointFunction, "apply", reentrant),
+        mock.patch.object(module, "_checkpoint_without_reentrant_generator", non_reentrant),
+    ):
+        yield
+
+
+@contextlib.contextmanager
+def symbolic_min_max(optimizer: Optimizer) -> Generator[None]:
+    """Let `min` and `max` in the optimizer's module take symbolic numbers (Adafactor clips its rates with them)."""
+
+    def reduce_pair(builtin: Callable[..., Any], symbolic: Callable[[Any, Any], Any]) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            is_symbolic = len(args) == 2 and any(isinstance(arg, (torch.SymFloat, torch.SymInt)) for arg in args)
+            return symbolic(*args) if is_symbolic else builtin(*args, **kwargs)
+
+        return call
+
+    namespace: dict[str, Any] = getattr(inspect.unwrap(type(optimizer).step), "__globals__", {})
+    names = {"min": reduce_pair(min, torch.sym_min), "max": reduce_pair(max, torch.sym_max)}
+    names = {name: function for name, function in names.items() if name not in namespace}
+    namespace.update(names)
+    try:
+        yield
+    finally:
+        for name in names:
+            del namespace[name]
+
+
+def own_parameters(module: torch.nn.Module) -> dict[str, torch.nn.Parameter | None]:
+    """The dict that holds a module's own parameters; exchanging entries is how twins get in without a trace."""
+    return module._parameters
+
+
+def own_buffers(module: torch.nn.Module) -> dict[str, torch.Tensor | None]:
+    """The dict that holds a module's own buffers."""
+    return module._buffers
+
+
+def init_optimizer_group(optimizer: Optimizer, group: dict[str, Any]) -> None:
+    """Let a torch.optim optimizer create the state of one group without taking a step.
+
+    Every optimizer of torch.optim creates its state in `_init_group(group, *lists)`; the lists only collect what it
+    finds, so empty ones will do.
+    """
+    init_group: Callable[..., Any] = optimizer._init_group  # pyright: ignore[reportAttributeAccessIssue]
+    num_lists = len(inspect.signature(init_group).parameters) - 1
+    init_group(group, *([] for _ in range(num_lists)))
+
+
+def has_init_group(optimizer: Optimizer) -> bool:
+    """Whether `init_optimizer_group` applies: the class is torch's own, not a subclass with ideas of its own."""
+    return type(optimizer).__module__.startswith("torch.optim") and hasattr(optimizer, "_init_group")
+
+
+def is_op_overload(target: object) -> bool:
+    """Whether an FX target is an operator with a schema (`torch.ops.aten.add.Tensor`)."""
+    return isinstance(target, torch._ops.OpOverload)
+
+
+def schema(target: Any) -> Any:
+    """An operator's schema: argument names, and which of them are aliased or written."""
+    return target._schema
+
+
+def tags(target: Any) -> list[torch.Tag]:
+    """An operator's tags (`nondeterministic_seeded` marks those that draw random numbers)."""
+    return target.tags
+
+
+def is_written(argument: Any) -> bool:
+    """Whether a schema argument is written to."""
+    return argument.alias_info is not None and argument.alias_info.is_write
+
+
+def namespace(target: Any) -> str:
+    """`aten`, `_c10d_functional`, or a custom library's name."""
+    return target.namespace
+
+
+def packet_name(target: Any) -> str:
+    """An operator's name without namespace and overload: `add`."""
+    return target._schema.name.split("::")[1]
+
+
+def overload_name(target: Any) -> str:
+    """An operator's overload: `Tensor` in `add.Tensor`."""
+    return target._overloadname
+
+
+def overload_by_name(name: str, overload: str) -> Callable[..., Any] | None:
+    """`torch.ops.aten.<name>.<overload>`, or None where there is no such operator."""
+    packet = getattr(torch.ops.aten, name, None)
+    return getattr(packet, overload) if packet is not None and overload in packet.overloads() else None
+
+
+def has_side_effect(target: Any) -> bool:
+    """Whether the op is registered as effectful: it acts on something that is not among its arguments."""
+    return not target._schema.returns or target in fx.node._side_effectful_functions
+
+
+_OPS = torch.library.Library("wholestep", "DEF")
+_OPS.define(
+    "bernoulli_like(Tensor self, float p, *, Generator? generator=None) -> Tensor",
+    tags=(torch.Tag.nondeterministic_seeded,),
+)
+
+
+def _bernoulli_like(like: torch.Tensor, p: float, *, generator: torch.Generator | None = None) -> torch.Tensor:
+    return torch.empty_like(like).bernoulli_(p, generator=generator)
+
+
+_OPS.impl("bernoulli_like", _bernoulli_like, "CompositeExplicitAutograd")
+_OPS.impl("bernoulli_like", lambda like, p, *, generator=None: torch.empty_like(like), "Meta")
+
+# What `x.bernoulli_(p)` is as a function. Functionalisation turns it into `aten.bernoulli.p`, which fills memory in another
+# order when `x` is not contiguous: other dropout masks than eager.
+BERNOULLI_LIKE = torch.ops.wholestep.bernoulli_like.default
+
+
+_LIBRARY = torch.library.Library("aten", "IMPL")
+
+
+def _register_missing_meta_kernels() -> None:
+    """Fused optimizers with a tensor learning rate have no Meta kernel in 2.11 to 2.13; fake tensors need one."""
+    for base in ("_fused_adam", "_fused_adamw", "_fused_sgd", "_fused_adagrad"):
+        in_place = getattr(torch.ops.aten, base + "_").tensor_lr
+        functional = getattr(torch.ops.aten, base).tensor_lr
+        written = [
+            index
+            for index, argument in enumerate(in_place._schema.arguments)
+            if is_written(argument)
+        ]
+        names = [argument.name for argument in functional._schema.arguments]
+
+        def allocate(*args: Any, _written: list[int] = written, _names: list[str] = names, **kwargs: Any) -> Any:
+            lists = [args[index] if index < len(args) else kwargs[_names[index]] for index in _written]
+            return tuple([torch.empty_like(tensor) for tensor in tensors] for tensors in lists)
+
+        if not _has_meta_kernel(functional):
+            _LIBRARY.impl(f"{base}.tensor_lr", allocate, "Meta")
+        if not _has_meta_kernel(in_place):
+            _LIBRARY.impl(f"{base}_.tensor_lr", lambda *args, **kwargs: None, "Meta")
+
+
+def _has_meta_kernel(op: torch._ops.OpOverload) -> bool:
+    name = op._schema.name + (f".{op._schema.overload_name}" if op._schema.overload_name else "")
+    return torch._C._dispatch_has_kernel_for_dispatch_key(name, "Meta") or torch._C.DispatchKey.Meta in op.py_kernels
+
+
+_register_missing_meta_kernels()

@@ -1,0 +1,84 @@
+"""The public verbs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, overload
+
+from wholestep._logging import attach_handler
+from wholestep._settings import Settings
+from wholestep.errors import WholestepError
+from wholestep.passes import DEFAULT_PIPELINE, Pipeline
+from wholestep.runtime import CompiledStep, StepOptions
+
+
+@overload
+def compile(fn: Callable[..., Any]) -> CompiledStep: ...
+
+
+@overload
+def compile(
+    fn: None = None, *, dynamic_batch: bool | str = ..., verify: int = ..., passes: str | Pipeline | None = ...
+) -> Callable[[Callable[..., Any]], CompiledStep]: ...
+
+
+@overload
+def compile(
+    fn: Callable[..., Any],
+    *,
+    dynamic_batch: bool | str = ...,
+    verify: int = ...,
+    passes: str | Pipeline | None = ...,
+) -> CompiledStep: ...
+
+
+def compile(
+    fn: Callable[..., Any] | None = None,
+    *,
+    dynamic_batch: bool | str = "auto",
+    verify: int | None = None,
+    passes: str | Pipeline | None = None,
+) -> Any:
+    """Compile a whole training step: forward, loss, backward and optimizer become one graph.
+
+    `fn` is the train step you already have, with any arguments; it comes back as a callable of the same signature. Use it
+    as a decorator or as a function:
+
+        @wholestep.compile
+        def train_step(model, optimizer, batch):
+            optimizer.zero_grad()
+            loss = model(batch["x"]).square().mean()
+            loss.backward()
+            optimizer.step()
+            return loss
+
+    Args:
+        dynamic_batch: `"auto"` captures the first batch size as it is and switches to a symbolic one when another size
+            comes along; `True` is symbolic from the start; `False` captures every size apart.
+        verify: check the first N steps against eager and raise `VerificationError` naming what differs.
+        passes: the pass pipeline, as text (`"simplify,cse,reinplace"`) or as a `Pipeline`; `""` runs the graph as captured.
+
+    The first call captures; later calls run the graph. The returned value carries no autograd history.
+    """
+    if fn is None:
+        return lambda function: compile(function, dynamic_batch=dynamic_batch, verify=verify, passes=passes)
+    if not callable(fn):
+        raise WholestepError(f"wholestep.compile takes a train step (a function), not a {type(fn).__name__}")
+    if dynamic_batch not in (True, False, "auto"):
+        raise WholestepError(f"dynamic_batch is True, False or 'auto', not {dynamic_batch!r}")
+    settings = Settings.from_environ()
+    if settings.log_level is not None:
+        attach_handler(settings.log_level)
+    if settings.disable:
+        return fn
+    pipeline = DEFAULT_PIPELINE if passes is None else passes
+    options = StepOptions(
+        dynamic_batch=dynamic_batch,
+        verify=settings.verify if verify is None else verify,
+        pipeline=Pipeline.parse(pipeline) if isinstance(pipeline, str) else pipeline,
+        cache_size=settings.cache_size,
+        recompile_warning=settings.recompile_warning,
+        dump_dir=Path(settings.dump_dir) if settings.dump_dir else None,
+    )
+    return CompiledStep(fn, options)

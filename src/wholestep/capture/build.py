@@ -1,0 +1,151 @@
+"""From what was recorded to a StepGraph: inputs first, constants as inputs, provenance on every node."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import fx
+
+from wholestep import _torch
+from wholestep.capture.binding import Binding, FixedTensor
+from wholestep.capture.collect import Collected
+from wholestep.capture.session import Lifted, Session
+from wholestep.errors import CaptureError
+from wholestep.graph import Phase, Slot, SlotKind, StepGraph, ops
+
+aten = torch.ops.aten
+
+_ORDER = {kind: index for index, kind in enumerate(SlotKind)}
+# Slots nobody reads or writes are dropped for these kinds; the others are the step's signature.
+_OPTIONAL = (SlotKind.STATE, SlotKind.GRAD, SlotKind.CONSTANT)
+
+
+def build_graph(
+    module: fx.GraphModule, session: Session, collected: Collected, bindings: dict[str, Binding]
+) -> StepGraph:
+    """Turn the traced module into a verified, functional `StepGraph`; constants found on the way get a binding."""
+    graph = module.graph
+    lifted = _lift_constants(module, session)
+    for entry in lifted.values():
+        if entry.slot.kind is SlotKind.CONSTANT:
+            bindings[entry.slot.id] = FixedTensor(entry.real)
+    _exchange_targets(graph)
+    _set_output(graph, session, collected)
+    _drop_unused(graph, lifted)
+    inputs = _order_inputs(graph, lifted)
+    _finish_provenance(graph, session)
+    step_graph = StepGraph(module, {node.name: lifted[node.name].slot for node in inputs}, session.fake_mode)
+    _refuse_aliased_updates(step_graph, lifted)
+    step_graph.eliminate_dead_code()
+    step_graph.verify()
+    return step_graph
+
+
+def _lift_constants(module: fx.GraphModule, session: Session) -> dict[str, Lifted]:
+    """Tensors that tracing stored on the module (`torch.tensor(1.0)` in the step) become CONSTANT inputs."""
+    lifted = dict(session.lifted)
+    number = sum(entry.slot.kind is SlotKind.CONSTANT for entry in lifted.values())
+    for node in list(module.graph.nodes):
+        if node.op != "get_attr":
+            continue
+        tensor = getattr(module, str(node.target))
+        with module.graph.inserting_before(node):
+            placeholder = module.graph.placeholder(f"constant_{number}")
+        placeholder.meta["val"] = node.meta.get("val", session.fake_mode.from_tensor(tensor))
+        lifted[placeholder.name] = Lifted(Slot(SlotKind.CONSTANT, str(number)), placeholder, tensor, None)
+        node.replace_all_uses_with(placeholder)
+        module.graph.erase_node(node)
+        number += 1
+    return lifted
+
+
+def _exchange_targets(graph: fx.Graph) -> None:
+    """Ops that would not do outside autograd and after functionalisation what eager's op does."""
+    for node in graph.nodes:
+        if node.target is aten.bernoulli.p and not node.meta.get("out_of_place"):
+            node.target = _torch.BERNOULLI_LIKE
+        elif node.target is aten.mkldnn_rnn_layer.default:
+            node.target = _torch.mkldnn_rnn_layer_in_training
+
+
+def _set_output(graph: fx.Graph, session: Session, collected: Collected) -> None:
+    output = next(node for node in reversed(graph.nodes) if node.op == "output")
+    values: Any = output.args[0]
+    placeholders = {entry.slot.id: entry.node for entry in session.lifted.values()}
+    updates = {slot_id: values[index] for slot_id, index in collected.updates.items()}
+    results = {slot_id: values[index] for slot_id, index in collected.results.items()}
+    output.args = (
+        {
+            "outputs": tuple(values[: collected.num_outputs]),
+            "updates": {key: value for key, value in updates.items() if value is not placeholders[key]},
+            "results": {**results, **collected.constants},
+        },
+    )
+
+
+def _drop_unused(graph: fx.Graph, lifted: dict[str, Lifted]) -> None:
+    for node in list(graph.nodes):
+        if node.op == "placeholder" and lifted[node.name].slot.kind in _OPTIONAL and not node.users:
+            graph.erase_node(node)
+
+
+def _order_inputs(graph: fx.Graph, lifted: dict[str, Lifted]) -> list[fx.Node]:
+    """Inputs to the top, grouped by kind, in the order they were lifted within a kind."""
+    inputs = [node for node in graph.nodes if node.op == "placeholder"]
+    inputs.sort(key=lambda node: _ORDER[lifted[node.name].slot.kind])
+    first = next(iter(graph.nodes))
+    anchor = None
+    for node in inputs:
+        if anchor is None:
+            if node is not first:
+                first.prepend(node)
+        else:
+            anchor.append(node)
+        anchor = node
+    return inputs
+
+
+def _finish_provenance(graph: fx.Graph, session: Session) -> None:
+    """Origins, forward twins, effect order and gradient marks."""
+    forward_by_sequence: dict[int, tuple[int, fx.Node]] = {}
+    num_effects = 0
+    for origin, node in enumerate(graph.nodes):
+        if node.op != "call_function":
+            continue
+        node.meta.setdefault("phase", Phase.FORWARD)
+        node.meta["origins"] = (origin,)
+        if ops.has_effect(node):
+            node.meta["effect"] = num_effects
+            num_effects += 1
+        sequence = node.meta.get("seq_nr")
+        if sequence is None:
+            continue
+        if node.meta["phase"] is Phase.FORWARD:
+            forward_by_sequence.setdefault(sequence, (origin, node))
+        elif node.meta["phase"] is Phase.BACKWARD and sequence in forward_by_sequence:
+            twin_origin, twin = forward_by_sequence[sequence]
+            node.meta["twin"] = twin_origin
+            node.meta.update({key: twin.meta[key] for key in ("fqn", "source") if key in twin.meta})
+    for name, node in session.gradients.items():
+        node.meta["gradient_of"] = (*node.meta.get("gradient_of", ()), name)
+
+
+def _refuse_aliased_updates(graph: StepGraph, lifted: dict[str, Lifted]) -> None:
+    """Inputs that share memory are traced as independent values, which is wrong as soon as one of them is written."""
+    ranges: dict[int, list[tuple[int, int, Slot]]] = {}
+    for entry in lifted.values():
+        if isinstance(entry.real, torch.Tensor) and entry.real.numel() > 0:
+            tensor = entry.real
+            start = tensor.data_ptr() if tensor.device.type != "meta" else 0
+            extent = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+            key = tensor.untyped_storage().data_ptr() if tensor.device.type != "meta" else id(tensor)
+            ranges.setdefault(key, []).append((start, start + extent * tensor.element_size(), entry.slot))
+    for spans in ranges.values():
+        for index, (start, end, slot) in enumerate(spans):
+            for other_start, other_end, other in spans[index + 1 :]:
+                if start < other_end and other_start < end and {slot.id, other.id} & graph.updates.keys():
+                    raise CaptureError(
+                        f"{slot.id} and {other.id} share memory and the step writes to one of them",
+                        advice="Clone one of the two, or register the tensor once (tied parameters are fine)",
+                    )

@@ -1,0 +1,269 @@
+"""Capture: run the user's train step once on traced twins of everything it touches, and keep the graph.
+
+    reachable      who takes part: models, optimizers, argument leaves
+    lift           every tensor they hold becomes an input (a slot)
+    trace          the user's own function runs: forward, backward, clipping, optimizer.step()
+    collect        what it returned, and the last value of each slot
+    build          the recorded ops become a StepGraph
+
+The step runs on fake tensors, so nothing is computed and no random number is drawn; in-place ops are functionalised, so
+the graph is SSA. Whatever goes wrong, the model, the optimizer and the RNG are as before.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.parallel import DataParallel, DistributedDataParallel
+from torch.optim import Optimizer
+
+from wholestep import _torch
+from wholestep.capture import binding, build, discover, source, swap, tree
+from wholestep.capture.collect import Collected, collect
+from wholestep.capture.discover import Reachable
+from wholestep.capture.interpose import interposed
+from wholestep.capture.optimizer_state import State, initial_state
+from wholestep.capture.output import OutputTemplate
+from wholestep.capture.session import Session
+from wholestep.errors import CaptureError, WholestepError
+from wholestep.graph import Slot, SlotKind, StepGraph
+
+Function = Callable[..., Any]
+
+
+@dataclass(frozen=True)
+class Capture:
+    """A captured step and all that is needed to run it again.
+
+    `bindings` says where each slot of the graph (and each result) lives; `any_incoming_grad` are parameters whose
+    gradient before the call does not matter; `initial_state` is optimizer state the first run starts from.
+    """
+
+    graph: StepGraph
+    found: Reachable
+    outputs: OutputTemplate
+    bindings: dict[str, binding.Binding]
+    any_incoming_grad: tuple[torch.Tensor, ...]
+    initial_state: list[tuple[Optimizer, torch.Tensor, dict[str, Any]]]
+    spec: tree.Spec
+    dynamic_leaves: frozenset[int]
+    num_checkpoint_regions: int
+    seconds: float
+
+
+@dataclass
+class _Call:
+    """One capture in progress."""
+
+    function: Function
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    found: Reachable
+    dynamic_leaves: frozenset[int]
+    session: Session = field(init=False)
+    bindings: dict[str, binding.Binding] = field(default_factory=dict)
+    states: dict[str, State] = field(default_factory=dict)
+    parameter_names: dict[int, str] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.session = Session(_torch.new_fake_mode())
+
+
+def capture(
+    function: Function, args: tuple[Any, ...], kwargs: dict[str, Any], *, dynamic_leaves: frozenset[int] = frozenset()
+) -> Capture:
+    """Capture one call of a train step; dimension 0 of the argument leaves in `dynamic_leaves` stays symbolic.
+
+    Raises `CaptureError` with the user's file and line when the step cannot be captured as one graph.
+    """
+    started = time.perf_counter()
+    found = discover.reachable(function, args, kwargs)
+    _refuse_wrappers(found, function)
+    call = _Call(function, args, kwargs, found, dynamic_leaves)
+    call.states = {name: {**initial_state(opt), **opt.state} for name, opt in found.optimizers.items()}
+    collected: list[Collected] = []
+    try:
+        module = _torch.trace(lambda: _traced_run(call, collected), call.session.fake_mode)
+    except WholestepError:
+        raise
+    except _torch.DATA_DEPENDENT_ERRORS as error:
+        raise CaptureError(
+            f"the step depends on a value that is only known when it runs ({_first_line(error)})",
+            location=source.raising_line(error),
+            advice="Use torch.where / torch.clamp instead of Python branches on tensor values",
+        ) from error
+    except Exception as error:
+        raise CaptureError(
+            f"{type(error).__name__}: {_first_line(error)}",
+            location=source.raising_line(error) or discover.location_of(function),
+            advice="The train step raised this while it was captured; nothing has been changed",
+        ) from error
+    [result] = collected
+    graph = build.build_graph(module, call.session, result, call.bindings)
+    return Capture(
+        graph=graph,
+        found=found,
+        outputs=result.outputs,
+        bindings=call.bindings,
+        any_incoming_grad=_indifferent_parameters(call),
+        initial_state=_state_to_install(call),
+        spec=tree.flatten((args, kwargs))[1],
+        dynamic_leaves=dynamic_leaves,
+        num_checkpoint_regions=call.session.num_checkpoint_regions,
+        seconds=time.perf_counter() - started,
+    )
+
+
+def _traced_run(call: _Call, collected: list[Collected]) -> list[Any]:
+    """What `make_fx` traces: lift, run the user's function, collect. Returns the values of the output node."""
+    session = call.session
+    session.tracer = _torch.current_tracer()
+    with _torch.FunctionalTensorMode(), contextlib.ExitStack() as stack:
+        for name, module in call.found.modules.items():
+            _lift_module(call, call.found.prefix_of(name), module)
+        for name, optimizer in call.found.optimizers.items():
+            _lift_loose_parameters(call, name, optimizer)
+        args, kwargs = _lift_arguments(call)
+        _lift_gradients(call)
+        for module in call.found.modules.values():
+            stack.enter_context(swap.lent_module(module, lambda real: session.twins[id(real)]))
+        for name, optimizer in call.found.optimizers.items():
+            stack.enter_context(_lent_optimizer(call, name, optimizer))
+        with interposed(session, _module_names(call.found)):
+            returned = call.function(*args, **kwargs)
+            session.annotate()
+        result = collect(session, call.found, call.bindings, returned)
+        collected.append(result)
+        return result.values
+
+
+def _lift_module(call: _Call, prefix: str, module: nn.Module) -> None:
+    for name, parameter in module.named_parameters(remove_duplicate=False):
+        known = call.parameter_names.setdefault(id(parameter), prefix + name)
+        if known == prefix + name:
+            names = [other for other, p in module.named_parameters(remove_duplicate=False) if p is parameter]
+            slot = Slot(SlotKind.PARAM, known, aliases=tuple(prefix + other for other in names[1:]))
+            _lift(call, parameter, slot, binding.FixedTensor(parameter))
+    for path, submodule in module.named_modules():
+        for name, buffer in _torch.own_buffers(submodule).items():
+            if buffer is not None:
+                fqn = f"{prefix}{path}.{name}" if path else f"{prefix}{name}"
+                _lift(call, buffer, Slot(SlotKind.BUFFER, fqn), binding.BufferOf(submodule, name))
+
+
+def _lift_loose_parameters(call: _Call, optimizer_name: str, optimizer: Optimizer) -> None:
+    """Parameters only the optimizer knows (of a module the step was not given)."""
+    for group_index, group in enumerate(optimizer.param_groups):
+        for index, parameter in enumerate(group["params"]):
+            if id(parameter) not in call.parameter_names:
+                name = f"{optimizer_name}.param_groups[{group_index}][{index}]"
+                call.parameter_names[id(parameter)] = name
+                _lift(call, parameter, Slot(SlotKind.PARAM, name), binding.FixedTensor(parameter))
+
+
+def _lift_arguments(call: _Call) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    names = [*discover.argument_names(call.function, len(call.args)), *call.kwargs]
+    values = [*call.args, *call.kwargs.values()]
+    paths = [path for name, value in zip(names, values, strict=True) for path in tree.paths(value, name)]
+    leaves, _ = tree.flatten((call.args, call.kwargs))
+    twins: list[Any] = []
+    for index, (path, leaf) in enumerate(zip(paths, leaves, strict=True)):
+        if not isinstance(leaf, torch.Tensor):
+            twins.append(leaf)
+            continue
+        if leaf.grad_fn is not None:
+            raise CaptureError(
+                f"{path} has a grad_fn: its gradient would have to leave the captured step",
+                advice=f"Compute it inside the train step, or pass {path}.detach()",
+            )
+        dynamic_dims = (0,) if index in call.dynamic_leaves else ()
+        twins.append(_lift(call, leaf, Slot(SlotKind.BATCH, path), binding.Argument(index), dynamic_dims))
+    following = iter(twins)
+    return tree.map_leaves(lambda _: next(following), (call.args, call.kwargs))
+
+
+def _lift_gradients(call: _Call) -> None:
+    """Gradients that exist before the call: inputs of a step that accumulates into them."""
+    for lifted in list(call.session.lifted.values()):
+        where = call.bindings[lifted.slot.id]
+        if isinstance(where, binding.FixedTensor):
+            grad_binding: binding.Binding = binding.GradOf(where.tensor)
+        elif isinstance(where, binding.Argument):
+            grad_binding = binding.GradOfArgument(where.index)
+        else:
+            continue
+        if not lifted.real.requires_grad:
+            continue
+        slot = Slot(SlotKind.GRAD, lifted.slot.name)
+        call.bindings[slot.id] = grad_binding
+        if lifted.real.grad is not None:
+            lifted.twin.grad = call.session.lift(lifted.real.grad, slot)
+
+
+def _lent_optimizer(call: _Call, name: str, optimizer: Optimizer) -> contextlib.AbstractContextManager[None]:
+    several = len(call.found.optimizers) > 1
+
+    def lift_state(parameter: torch.Tensor, key: str, value: Any) -> Any:
+        slot = Slot(SlotKind.STATE, call.parameter_names[id(parameter)], f"{name}.{key}" if several else key)
+        if isinstance(value, torch.Tensor) or type(value) in (int, float):
+            return _lift(call, value, slot, binding.StateOf(optimizer, parameter, key))
+        return value
+
+    def lift_rate(group: int, value: Any) -> Any:
+        slot = Slot(SlotKind.LR, f"{name}.{group}" if several else str(group))
+        value = value if isinstance(value, torch.Tensor) else float(value)
+        return _lift(call, value, slot, binding.LearningRate(optimizer, group))
+
+    def twin_of(parameter: torch.Tensor) -> torch.Tensor:
+        return call.session.twins[id(parameter)]
+
+    return swap.lent_optimizer(optimizer, call.states[name], twin_of, lift_state, lift_rate)
+
+
+def _lift(call: _Call, real: Any, slot: Slot, where: binding.Binding, dynamic_dims: tuple[int, ...] = ()) -> Any:
+    call.bindings.setdefault(slot.id, where)
+    return call.session.lift(real, slot, dynamic_dims)
+
+
+def _module_names(found: Reachable) -> dict[int, str]:
+    names: dict[int, str] = {}
+    for name, module in found.modules.items():
+        for path, submodule in module.named_modules():
+            names.setdefault(id(submodule), (found.prefix_of(name) + path).rstrip("."))
+    return names
+
+
+def _indifferent_parameters(call: _Call) -> tuple[torch.Tensor, ...]:
+    session = call.session
+    return tuple(p.real for p in session.parameters if id(p.twin) in session.cleared_first)
+
+
+def _state_to_install(call: _Call) -> list[tuple[Optimizer, torch.Tensor, dict[str, Any]]]:
+    """Fresh optimizer state of the parameters that the step really updates."""
+    session = call.session
+    return [
+        (optimizer, parameter, entries)
+        for name, optimizer in call.found.optimizers.items()
+        for parameter, entries in call.states[name].items()
+        if parameter not in optimizer.state and id(session.twins[id(parameter)]) in session.touched_by_optimizer
+    ]
+
+
+def _refuse_wrappers(found: Reachable, function: Function) -> None:
+    for name, module in found.modules.items():
+        if isinstance(module, (DataParallel, DistributedDataParallel)):
+            raise CaptureError(
+                f"'{name}' is wrapped in {type(module).__name__}",
+                location=discover.location_of(function),
+                advice=f"Pass the plain module ({name}.module)",
+            )
+
+
+def _first_line(error: BaseException) -> str:
+    return next(iter(str(error).splitlines()), "no message")

@@ -1,0 +1,169 @@
+"""After the user's function has run: what it returned, and what became of every tensor it could reach."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from wholestep import _torch
+from wholestep.capture import binding, tree
+from wholestep.capture.discover import Reachable
+from wholestep.capture.output import Computed, Known, OutputTemplate
+from wholestep.capture.session import Lifted, Session
+from wholestep.errors import CaptureError
+from wholestep.graph import Slot, SlotKind
+
+_SYMBOLIC = (torch.SymInt, torch.SymFloat, torch.SymBool)
+
+
+@dataclass
+class Collected:
+    """Values for the output node, and which of them is what.
+
+    `values[:num_outputs]` are the user's; each entry of `updates` and `results` maps a slot id to a position in
+    `values`, each entry of `constants` a slot id to a plain Python value.
+    """
+
+    outputs: OutputTemplate
+    values: list[Any]
+    num_outputs: int
+    updates: dict[str, int] = field(default_factory=dict)
+    results: dict[str, int] = field(default_factory=dict)
+    constants: dict[str, Any] = field(default_factory=dict)
+    new_slots: dict[str, Slot] = field(default_factory=dict)
+
+    def add(self, value: Any) -> int:
+        self.values.append(_torch.from_functional(value) if isinstance(value, torch.Tensor) else value)
+        return len(self.values) - 1
+
+
+def collect(
+    session: Session, found: Reachable, bindings: dict[str, binding.Binding], returned: Any
+) -> Collected:
+    """Read back the returned tree, gradients, buffers, parameters and optimizer state of a finished trace."""
+    result = _collect_outputs(session, returned)
+    rebound = _collect_buffers(session, bindings, result)
+    _collect_state(session, found, bindings, result, rebound)
+    for lifted in session.lifted.values():
+        if isinstance(lifted.twin, torch.Tensor) and lifted.slot.id not in rebound:
+            result.updates[lifted.slot.id] = result.add(lifted.twin)
+    _collect_gradients(session, result)
+    _refuse_python_effects(found)
+    return result
+
+
+def _collect_outputs(session: Session, returned: Any) -> Collected:
+    values: list[Any] = []
+    reals = {id(lifted.twin): lifted.real for lifted in session.lifted.values()}
+
+    def template(leaf: Any) -> Computed | Known:
+        if id(leaf) in reals:
+            return Known(reals[id(leaf)])
+        if isinstance(leaf, _SYMBOLIC) or _torch.is_traced(leaf):
+            values.append(leaf)
+            return Computed(len(values) - 1)
+        return Known(leaf)
+
+    outputs = OutputTemplate(tree.map_leaves(template, returned))
+    result = Collected(outputs, [], len(values))
+    for value in values:
+        result.add(value)
+    return result
+
+
+def _collect_buffers(session: Session, bindings: dict[str, binding.Binding], result: Collected) -> set[str]:
+    """Buffers that the forward rebound (`self.count = self.count + 1`) are updates like those written in place."""
+    rebound: set[str] = set()
+    for lifted in session.lifted.values():
+        where = bindings.get(lifted.slot.id)
+        if not isinstance(where, binding.BufferOf):
+            continue
+        current = _torch.own_buffers(where.module).get(where.name)
+        if current is lifted.twin:
+            continue
+        if not _torch.is_traced(current) or _type_of(current) != _type_of(lifted.twin):
+            raise CaptureError(
+                f"the forward replaces buffer '{lifted.slot.name}' by something of another shape, dtype or kind",
+                advice="A buffer must keep its type from step to step",
+            )
+        rebound.add(lifted.slot.id)
+        result.updates[lifted.slot.id] = result.add(current)
+    return rebound
+
+
+def _collect_state(
+    session: Session, found: Reachable, bindings: dict[str, binding.Binding], result: Collected, rebound: set[str]
+) -> None:
+    """Optimizer state: rebound tensors are updates, new entries and numbers are results."""
+    slots = {
+        (id(where.optimizer), id(session.twins[id(where.parameter)]), where.key): lifted
+        for lifted in session.lifted.values()
+        if isinstance(where := bindings.get(lifted.slot.id), binding.StateOf)
+    }
+    owners = {id(lifted.twin): lifted for lifted in session.parameters}
+    for name, optimizer in found.optimizers.items():
+        for twin, entries in optimizer.state.items():
+            for key, value in entries.items():
+                known = slots.get((id(optimizer), id(twin), key))
+                if known is not None and value is known.twin:
+                    continue
+                if known is not None and isinstance(value, torch.Tensor) and _type_of(value) == _type_of(known.twin):
+                    rebound.add(known.slot.id)
+                    result.updates[known.slot.id] = result.add(value)
+                    continue
+                owner = owners[id(twin)]
+                slot_key = f"{name}.{key}" if len(found.optimizers) > 1 else key
+                slot = known.slot if known is not None else Slot(SlotKind.STATE, owner.slot.name, slot_key)
+                bindings.setdefault(slot.id, binding.StateOf(optimizer, owner.real, key))
+                _add_result(result, slot, value)
+
+
+def _collect_gradients(session: Session, result: Collected) -> None:
+    slots = {lifted.slot.id: lifted for lifted in session.lifted.values() if lifted.slot.kind is SlotKind.GRAD}
+    for lifted in [*session.lifted.values()]:
+        if not _owns_gradient(lifted):
+            continue
+        slot = Slot(SlotKind.GRAD, lifted.slot.name)
+        before, after = slots.get(slot.id), lifted.twin.grad
+        if before is not None and after is before.twin:
+            continue
+        if before is not None:
+            result.updates.pop(slot.id, None)
+        if before is not None or after is not None:
+            _add_result(result, slot, after)
+
+
+def _owns_gradient(lifted: Lifted) -> bool:
+    return lifted.slot.kind in (SlotKind.PARAM, SlotKind.BATCH) and lifted.real.requires_grad
+
+
+def _add_result(result: Collected, slot: Slot, value: Any) -> None:
+    result.new_slots[slot.id] = slot
+    if isinstance(value, _SYMBOLIC) or _torch.is_traced(value):
+        result.results[slot.id] = result.add(value)
+    else:
+        result.constants[slot.id] = value
+
+
+def _refuse_python_effects(found: Reachable) -> None:
+    """Learning rates and group options that the step itself changes would be frozen at their captured value."""
+    for name, optimizer in found.optimizers.items():
+        for index, group in enumerate(optimizer.param_groups):
+            leaked = [key for key, value in group.items() if isinstance(value, _SYMBOLIC) and key != "lr"]
+            if leaked:
+                raise CaptureError(
+                    f"the step changes '{leaked[0]}' of {name}.param_groups[{index}]",
+                    advice="Change optimizer options outside the compiled step",
+                )
+
+
+def _type_of(tensor: Any) -> tuple[Any, ...]:
+    return tuple(_torch.expression(size) for size in tensor.shape), tensor.dtype, tensor.device
+
+
+def module_attributes(module: nn.Module) -> dict[str, Any]:
+    """Plain numbers and strings on a module: what its forward may branch on."""
+    return {key: value for key, value in vars(module).items() if isinstance(value, (bool, int, float, str))}

@@ -1,0 +1,189 @@
+"""What stands between the user's code and torch while a step is traced.
+
+Every torch function the step calls passes here first. Real tensors it still holds (closures, `nn.LSTM`'s flat weights)
+are exchanged for their traced twins, values that exist only at run time are refused with the user's line, and the nodes
+each call adds are given their provenance.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Generator, Sequence
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import nn
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.overrides import TorchFunctionMode
+
+from wholestep import _torch
+from wholestep.capture import fused, source
+from wholestep.capture.session import Session
+from wholestep.errors import CaptureError
+from wholestep.graph import Phase
+
+_READS_A_VALUE = {
+    torch.Tensor.item: ".item()",
+    torch.Tensor.tolist: ".tolist()",
+    torch.Tensor.numpy: ".numpy()",
+    torch.Tensor.__bool__: "an `if`, `while`, `and` or bool() on a tensor",
+    torch.Tensor.__float__: "float()",
+    torch.Tensor.__int__: "int()",
+    torch.Tensor.__index__: "use as an index",
+    torch.Tensor.__complex__: "complex()",
+    torch.Tensor.__format__: "formatting or printing a tensor",
+    torch.Tensor.__repr__: "printing a tensor",
+    torch.is_nonzero: "torch.is_nonzero()",
+}
+_VALUE_ADVICE = (
+    "A captured step cannot look at values while it runs: return the tensor and read it after the call, "
+    "or use torch.where / torch.clamp instead of Python branches"
+)
+_OUT_OF_PLACE = (torch.bernoulli, torch.Tensor.bernoulli)
+_GRAD_GET = torch.Tensor.grad.__get__  # pyright: ignore[reportAttributeAccessIssue]
+
+
+class Interposer(TorchFunctionMode):
+    """The torch function mode that a step is traced under."""
+
+    def __init__(self, session: Session) -> None:
+        super().__init__()
+        self.session = session
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        session = self.session
+        line = source.current_line()
+        session.annotate()
+        if func in _READS_A_VALUE and session.phase is not Phase.OPTIMIZER and not _is_known_constant(args[0]):
+            raise CaptureError(
+                f"{_READS_A_VALUE[func]} needs a value that is only known when the step runs",
+                location=source.current_location(),
+                advice=_VALUE_ADVICE,
+            )
+        args = self._with_twins(args)
+        kwargs = self._with_twins(kwargs or {})
+        if func is _GRAD_GET:
+            session.note_grad_read(args[0])
+        result = fused.call(func, args, kwargs) if func in fused.FUNCTIONS else func(*args, **kwargs)
+        session.annotate(line, out_of_place=func in _OUT_OF_PLACE)
+        return result
+
+    def _with_twins(self, value: Any) -> Any:
+        """`value` with every real tensor in it exchanged for its traced twin."""
+        if isinstance(value, torch.Tensor):
+            return value if _torch.is_traced(value) else self.session.adopt(value)
+        if isinstance(value, tuple) and type(value) is tuple:
+            return tuple([self._with_twins(item) for item in value])
+        if type(value) is list:
+            return [self._with_twins(item) for item in value]
+        if type(value) is dict:
+            return {key: self._with_twins(item) for key, item in value.items()}
+        return value
+
+
+def _is_known_constant(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and _torch.is_constant(value)
+
+
+@contextlib.contextmanager
+def interposed(session: Session, module_names: dict[int, str]) -> Generator[None]:
+    """All hooks and stand-ins that a trace needs, for its duration."""
+    with (
+        _torch.compiling_flag(True),
+        _torch.transparent_checkpoints(session.in_checkpoint_region),
+        mock.patch.object(torch.autograd, "backward", _traced_backward(session)),
+        mock.patch.object(Optimizer, "zero_grad", _traced_zero_grad(session, Optimizer.zero_grad)),
+        mock.patch.object(nn.Module, "zero_grad", _traced_zero_grad(session, nn.Module.zero_grad)),
+        mock.patch.object(LRScheduler, "step", _refuse_scheduler),
+        mock.patch.object(ReduceLROnPlateau, "step", _refuse_scheduler),
+        mock.patch.object(torch.autograd.profiler.record_function, "__enter__", lambda self: self),
+        mock.patch.object(torch.autograd.profiler.record_function, "__exit__", lambda self, *_: None),
+        contextlib.ExitStack() as stack,
+    ):
+        for handle in (*_module_hooks(session, module_names), *_optimizer_hooks(session, stack)):
+            stack.callback(handle.remove)
+        stack.enter_context(Interposer(session))
+        yield
+
+
+def _traced_backward(session: Session) -> Callable[..., None]:
+    """`torch.autograd.backward`, tagged as backward, with forward twins linked and leaves checked."""
+    original = torch.autograd.backward
+
+    def backward(tensors: torch.Tensor | Sequence[torch.Tensor], *args: Any, **kwargs: Any) -> None:
+        roots = [tensor.grad_fn for tensor in ([tensors] if isinstance(tensors, torch.Tensor) else tensors)]
+        for leaf in _torch.accumulate_grad_variables(roots):
+            if not _torch.is_traced(leaf):
+                session.adopt(leaf)
+        session.freeze_incoming_gradients()
+        _torch.link_backward([root for root in roots if root is not None])
+        with session.in_phase(Phase.BACKWARD):
+            original(tensors, *args, **kwargs)
+        session.note_gradients()
+
+    return backward
+
+
+def _traced_zero_grad(session: Session, original: Callable[..., None]) -> Callable[..., None]:
+    """`zero_grad`, noting that the gradients it clears were not looked at before."""
+
+    def zero_grad(owner: Optimizer | nn.Module, set_to_none: bool = True) -> None:
+        if isinstance(owner, Optimizer):
+            parameters = [p for group in owner.param_groups for p in group["params"]]
+        else:
+            parameters = list(owner.parameters())
+        with session.clearing_gradients(parameters if set_to_none else []):
+            original(owner, set_to_none)
+
+    return zero_grad
+
+
+def _refuse_scheduler(*_: Any, **__: Any) -> None:
+    raise CaptureError(
+        "a learning rate scheduler is stepped inside the train step",
+        location=source.current_location(),
+        advice="Call scheduler.step() after the compiled step; the new rate is an input and costs no recompile",
+    )
+
+
+def _module_hooks(session: Session, names: dict[int, str]) -> list[Any]:
+    """Keep the path of the module whose forward is running."""
+
+    def enter(module: nn.Module, _args: Any) -> None:
+        session.annotate()
+        session.module_stack.append(names.get(id(module), type(module).__name__))
+
+    def leave(module: nn.Module, _args: Any, _output: Any) -> None:
+        session.annotate()
+        session.module_stack.pop()
+
+    return [register_module_forward_pre_hook(enter), register_module_forward_hook(leave, always_call=True)]
+
+
+def _optimizer_hooks(session: Session, stack: contextlib.ExitStack) -> list[Any]:
+    """Tag `optimizer.step()`; inside it eager code paths are taken and reading counters is allowed."""
+    scopes: list[contextlib.ExitStack] = []
+
+    def enter(optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
+        session.begin_optimizer_step(optimizer)
+        scope = contextlib.ExitStack()
+        scope.enter_context(session.in_phase(Phase.OPTIMIZER))
+        scope.enter_context(_torch.compiling_flag(False))
+        scope.enter_context(_torch.symbolic_min_max(optimizer))
+        scopes.append(scope)
+
+    def leave(_optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
+        scopes.pop().close()
+
+    def abandon() -> None:
+        while scopes:
+            scopes.pop().close()
+
+    stack.callback(abandon)
+    return [register_optimizer_step_pre_hook(enter), register_optimizer_step_post_hook(leave)]

@@ -1,0 +1,67 @@
+"""Optimizer state that does not exist yet: created before the first step, exactly as the optimizer would.
+
+An optimizer creates its state inside the first `step()`. Captured like that, the first step would be a graph of its
+own. For torch's own optimizers the state is therefore created beforehand (zeros, counters) and is an input of the graph
+from the first call on. Where the first step is really different (SGD with dampening, optimizers we do not know), the
+first call is captured as it is, and the second call captures the steady step.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from typing import Any
+
+import torch
+from torch.optim import SGD, Optimizer
+
+from wholestep import _torch
+
+State = dict[torch.Tensor, dict[str, Any]]
+
+
+def initial_state(optimizer: Optimizer) -> State:
+    """State for each trainable parameter that has none yet; the optimizer itself is left as it is.
+
+    Empty for an optimizer whose first step cannot be told apart from its later ones.
+    """
+    if not _torch.has_init_group(optimizer):
+        return {}
+    fresh = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad and not optimizer.state[p]]
+    for p in [p for p in optimizer.state if not optimizer.state[p]]:
+        del optimizer.state[p]
+    if not fresh:
+        return {}
+    fresh_ids = {id(p) for p in fresh}
+    if isinstance(optimizer, SGD):
+        return _momentum_buffers(optimizer, fresh_ids)
+    created = _run_init_groups(optimizer, fresh_ids)
+    return {p: created[p] for p in fresh if created.get(p)}
+
+
+def _run_init_groups(optimizer: Optimizer, fresh: set[int]) -> State:
+    """Call the optimizer's own initialisation with stand-in gradients, into a state dict of ours."""
+    kept_state, kept_grads = optimizer.state, {}
+    optimizer.state = defaultdict(dict)
+    try:
+        for group in optimizer.param_groups:
+            members = [p for p in group["params"] if id(p) in fresh]
+            for p in members:
+                kept_grads[p] = p.grad
+                p.grad = torch.zeros((), dtype=p.dtype, device=p.device).expand_as(p)
+            _torch.init_optimizer_group(optimizer, {**group, "params": members})
+        return dict(optimizer.state)
+    finally:
+        optimizer.state = kept_state
+        for p, grad in kept_grads.items():
+            p.grad = grad
+
+
+def _momentum_buffers(optimizer: SGD, fresh: set[int]) -> State:
+    """Zeros: `momentum * 0 + grad` is the copy of the gradient that SGD starts with, unless it is dampened."""
+    return {
+        p: {"momentum_buffer": torch.zeros_like(p, memory_format=torch.preserve_format, requires_grad=False)}
+        for group in optimizer.param_groups
+        if group["momentum"] != 0 and group["dampening"] == 0
+        for p in group["params"]
+        if id(p) in fresh
+    }

@@ -1,0 +1,201 @@
+"""One tracing session: which real tensor has which traced twin, and where in the step each op was born."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+from collections.abc import Generator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import fx, nn
+from torch.optim import Optimizer
+
+from wholestep import _torch
+from wholestep.capture import source
+from wholestep.errors import CaptureError
+from wholestep.graph import Phase, Slot, SlotKind
+
+_PLAIN_TYPES = (torch.Tensor, nn.Parameter, nn.Buffer)
+
+
+@dataclass
+class Lifted:
+    """A real tensor or number and the traced value that stands for it."""
+
+    slot: Slot
+    node: fx.Node
+    real: Any
+    twin: Any
+
+
+@dataclass
+class Session:
+    """The books of one trace.
+
+    `lift` makes a value an input of the graph; `annotate` gives the nodes made since the last call their phase, module
+    path and source line. Both may be called at any time while the trace runs.
+    """
+
+    fake_mode: Any
+    tracer: Any = None
+    phase: Phase = Phase.FORWARD
+    lifted: dict[str, Lifted] = field(default_factory=dict)
+    twins: dict[int, torch.Tensor] = field(default_factory=dict)
+    module_stack: list[str] = field(default_factory=list)
+    checkpoint_region: int | None = None
+    num_checkpoint_regions: int = 0
+    gradients: dict[str, fx.Node] = field(default_factory=dict)
+    stepped: list[Optimizer] = field(default_factory=list)
+    touched_by_optimizer: set[int] = field(default_factory=set)
+    """Twins that had a gradient when their optimizer stepped: these have optimizer state afterwards."""
+    cleared_first: set[int] = field(default_factory=set)
+    """Twins whose gradient was cleared before anything looked at it: what it was before the call is irrelevant."""
+    read_first: set[int] = field(default_factory=set)
+    _incoming_frozen: bool = False
+    _clearing: bool = False
+    _last_annotated: fx.Node | None = None
+
+    def lift(self, real: Any, slot: Slot, dynamic_dims: tuple[int, ...] = ()) -> Any:
+        """Make a real tensor or number an input of the graph under `slot`; returns its traced twin."""
+        if isinstance(real, torch.Tensor):
+            if id(real) in self.twins:
+                return self.twins[id(real)]
+            twin, node = self._lift_tensor(real, slot, dynamic_dims)
+            self.twins[id(real)] = twin
+        else:
+            symbolic = _torch.new_symbolic_int if isinstance(real, int) else _torch.new_symbolic_float
+            twin = symbolic(self.fake_mode)
+            node = _torch.track_as_placeholder(self.tracer, twin, _identifier(slot))
+        self.lifted[node.name] = Lifted(slot, node, real, twin)
+        return twin
+
+    def _lift_tensor(self, real: torch.Tensor, slot: Slot, dynamic_dims: tuple[int, ...]) -> tuple[Any, fx.Node]:
+        if type(real) not in _PLAIN_TYPES:
+            raise CaptureError(
+                f"{slot.id} is a {type(real).__name__}, a tensor subclass that cannot be traced",
+                advice="Initialise lazy modules with one forward call first; pass other subclasses as plain tensors",
+            )
+        if real.layout is not torch.strided:
+            raise CaptureError(f"{slot.id} has layout {real.layout}", advice="Only dense (strided) tensors are traced")
+        fake = _torch.fake_like(self.fake_mode, real, slot.id, dynamic_dims)
+        node = _torch.track_as_placeholder(self.tracer, fake, _identifier(slot))
+        twin = _torch.to_functional(fake)
+        if real.requires_grad:
+            twin.requires_grad_(True)
+        if isinstance(real, nn.Parameter):
+            twin._is_param = True  # what isinstance(..., nn.Parameter) asks
+        return twin, node
+
+    def adopt(self, real: torch.Tensor) -> torch.Tensor:
+        """The twin of a real tensor that surfaced in the step without being an argument: a constant from outside."""
+        known = self.twins.get(id(real))
+        if known is not None:
+            return known
+        if real.requires_grad:
+            raise CaptureError(
+                f"the step uses a trainable tensor of shape {list(real.shape)} that belongs to no model it was given",
+                location=source.current_location(),
+                advice="Pass the module that owns it as an argument of the train step",
+            )
+        number = sum(lifted.slot.kind is SlotKind.CONSTANT for lifted in self.lifted.values())
+        return self.lift(real, Slot(SlotKind.CONSTANT, str(number)))
+
+    def node_of(self, traced: torch.Tensor) -> fx.Node:
+        """The node that holds the current value of a traced tensor."""
+        return _torch.node_of(self.tracer, _torch.from_functional(traced))
+
+    @property
+    def parameters(self) -> list[Lifted]:
+        return [lifted for lifted in self.lifted.values() if lifted.slot.kind is SlotKind.PARAM]
+
+    def note_gradients(self) -> None:
+        """Remember which node holds each parameter's gradient now (called after each backward)."""
+        for lifted in self.parameters:
+            if lifted.twin.grad is not None:
+                self.gradients[lifted.slot.name] = self.node_of(lifted.twin.grad)
+
+    def note_grad_read(self, twin: torch.Tensor) -> None:
+        """The step looks at `.grad`; before the first backward that makes the gradient from outside an input."""
+        if not (self._incoming_frozen or self._clearing or id(twin) in self.cleared_first):
+            self.read_first.add(id(twin))
+
+    @contextlib.contextmanager
+    def clearing_gradients(self, parameters: list[torch.Tensor]) -> Generator[None]:
+        """`zero_grad` runs inside: looking at a gradient in order to clear it does not count as reading it."""
+        if not self._incoming_frozen:
+            self.cleared_first |= {id(self.twins.get(id(p), p)) for p in parameters} - self.read_first
+        previous, self._clearing = self._clearing, True
+        try:
+            yield
+        finally:
+            self._clearing = previous
+
+    def freeze_incoming_gradients(self) -> None:
+        """From here on gradients are the step's own."""
+        self._incoming_frozen = True
+
+    def begin_optimizer_step(self, optimizer: Optimizer) -> None:
+        """Note which parameters `optimizer.step()` will update; refuses an optimizer that would update none."""
+        self.freeze_incoming_gradients()
+        self.stepped.append(optimizer)
+        members = [p for group in optimizer.param_groups for p in group["params"]]
+        updated = {id(p) for p in members if _torch.is_traced(p) and p.grad is not None}
+        if not updated:
+            raise CaptureError(
+                f"{type(optimizer).__name__}.step() would update nothing: none of its {len(members)} parameters has a "
+                "gradient in this step",
+                location=source.current_location(),
+                advice="Build the optimizer from the parameters of the model that the step trains",
+            )
+        self.touched_by_optimizer |= updated
+
+    @contextlib.contextmanager
+    def in_phase(self, phase: Phase) -> Generator[None]:
+        """Tag what is traced inside with another phase."""
+        self.annotate()
+        previous, self.phase = self.phase, phase
+        try:
+            yield
+        finally:
+            self.annotate()
+            self.phase = previous
+
+    @contextlib.contextmanager
+    def in_checkpoint_region(self) -> Generator[None]:
+        """Tag what is traced inside as one region of `torch.utils.checkpoint`."""
+        self.annotate()
+        previous, self.checkpoint_region = self.checkpoint_region, self.num_checkpoint_regions
+        self.num_checkpoint_regions += 1
+        try:
+            yield
+        finally:
+            self.annotate()
+            self.checkpoint_region = previous
+
+    def annotate(self, line: str = "", *, out_of_place: bool = False) -> None:
+        """Give every node made since the last call its phase, module path, checkpoint region and source line.
+
+        `out_of_place` marks ops the user called in their functional form, as opposed to functionalised in-place ones.
+        """
+        for node in reversed(self.tracer.graph.nodes):
+            if node is self._last_annotated:
+                break
+            if node.op != "call_function" or "phase" in node.meta:
+                continue
+            node.meta["phase"] = self.phase
+            if self.module_stack:
+                node.meta["fqn"] = self.module_stack[-1]
+            if line:
+                node.meta["source"] = line
+            if out_of_place:
+                node.meta["out_of_place"] = True
+            if self.checkpoint_region is not None:
+                node.meta["checkpoint_region"] = self.checkpoint_region
+        self._last_annotated = next(iter(reversed(self.tracer.graph.nodes)), None)
+
+
+def _identifier(slot: Slot) -> str:
+    """A Python identifier for a slot's input node; FX makes it unique."""
+    return re.sub(r"\W+", "_", slot.id).strip("_")

@@ -1,0 +1,55 @@
+"""Whose line is it: the user's file and line behind a traced op or an exception."""
+
+from __future__ import annotations
+
+import os
+import sys
+from types import FrameType, TracebackType
+
+from wholestep import _torch
+
+_WHOLESTEP_ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+_ZOO_ROOT = os.path.join(_WHOLESTEP_ROOT, "zoo")
+_is_user_file: dict[str, bool] = {}
+
+
+def is_user_file(filename: str) -> bool:
+    """Whether a file is the user's: not torch, not Wholestep (whose zoo counts as user code), not generated."""
+    known = _is_user_file.get(filename)
+    if known is None:
+        ours = filename.startswith(_WHOLESTEP_ROOT + os.sep) and not filename.startswith(_ZOO_ROOT + os.sep)
+        torchs = filename.startswith(_torch.TORCH_ROOT + os.sep)
+        known = not (ours or torchs or filename.startswith("<") or f"{os.sep}contextlib.py" in filename)
+        _is_user_file[filename] = known
+    return known
+
+
+def _innermost_user_frame() -> FrameType | None:
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and not is_user_file(frame.f_code.co_filename):
+        frame = frame.f_back
+    return frame
+
+
+def current_line() -> str:
+    """`name.py:line` of the innermost user frame of the running call, empty when there is none."""
+    frame = _innermost_user_frame()
+    return "" if frame is None else f"{os.path.basename(frame.f_code.co_filename)}:{frame.f_lineno}"
+
+
+def current_location() -> str | None:
+    """Like `current_line`, with the whole path, for error messages."""
+    frame = _innermost_user_frame()
+    return None if frame is None else f"{frame.f_code.co_filename}:{frame.f_lineno}"
+
+
+def raising_line(error: BaseException) -> str | None:
+    """`file:line` of the innermost user frame that an exception passed through."""
+    location = None
+    traceback: TracebackType | None = error.__traceback__
+    while traceback is not None:
+        filename = traceback.tb_frame.f_code.co_filename
+        if is_user_file(filename):
+            location = f"{filename}:{traceback.tb_lineno}"
+        traceback = traceback.tb_next
+    return location

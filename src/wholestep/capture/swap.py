@@ -1,0 +1,69 @@
+"""Lending the trace the user's model and optimizer: traced twins inside, and everything put back afterwards."""
+
+from __future__ import annotations
+
+import contextlib
+from collections import defaultdict
+from collections.abc import Callable, Generator
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from wholestep import _torch
+from wholestep.capture.optimizer_state import State
+
+
+@contextlib.contextmanager
+def lent_module(root: nn.Module, twin_of: Callable[[torch.Tensor], torch.Tensor]) -> Generator[None]:
+    """Put twins into the parameter and buffer dicts of every submodule; on leaving, restore all their attributes.
+
+    Attributes are restored whole (not just the tensors), so that a cache the forward leaves on the module does not keep
+    traced tensors alive.
+    """
+    kept = [
+        (module, dict(vars(module)), dict(_torch.own_parameters(module)), dict(_torch.own_buffers(module)))
+        for module in root.modules()
+    ]
+    for module, _, parameters, buffers in kept:
+        _torch.own_parameters(module).update({name: twin_of(p) for name, p in parameters.items() if p is not None})
+        _torch.own_buffers(module).update({name: twin_of(b) for name, b in buffers.items() if b is not None})
+    try:
+        yield
+    finally:
+        for module, attributes, parameters, buffers in kept:
+            _refill(vars(module), attributes)
+            _refill(_torch.own_parameters(module), parameters)
+            _refill(_torch.own_buffers(module), buffers)
+
+
+@contextlib.contextmanager
+def lent_optimizer(
+    optimizer: Optimizer,
+    state: State,
+    twin_of: Callable[[torch.Tensor], torch.Tensor],
+    lift_state: Callable[[torch.Tensor, str, Any], Any],
+    lift_rate: Callable[[int, Any], Any],
+) -> Generator[None]:
+    """Give the optimizer twins of its parameters, of `state` and of its learning rates; restore it on leaving."""
+    kept_groups, kept_state = [dict(group) for group in optimizer.param_groups], optimizer.state
+    traced_state: defaultdict[Any, dict[str, Any]] = defaultdict(dict)
+    for index, group in enumerate(optimizer.param_groups):
+        for p in group["params"]:
+            if p in state:
+                traced_state[twin_of(p)] = {key: lift_state(p, key, value) for key, value in state[p].items()}
+        group["params"] = [twin_of(p) for p in group["params"]]
+        group["lr"] = lift_rate(index, group["lr"])
+    optimizer.state = traced_state
+    try:
+        yield
+    finally:
+        for group, kept in zip(optimizer.param_groups, kept_groups, strict=True):
+            _refill(group, kept)
+        optimizer.state = kept_state
+
+
+def _refill(target: dict[str, Any], content: dict[str, Any]) -> None:
+    target.clear()
+    target.update(content)

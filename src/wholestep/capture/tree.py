@@ -1,0 +1,100 @@
+"""Taking argument containers apart and putting them together again.
+
+Beyond tuples, lists and dicts this opens what batches come in: named tuples, dataclasses, and mappings that are no
+dict (the batches of Hugging Face tokenizers). Anything else is a leaf.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import Any
+
+
+@dataclasses.dataclass(frozen=True)
+class Leaf:
+    """Where a leaf stood; specs of equal shape compare equal."""
+
+
+LEAF = Leaf()
+
+
+@dataclasses.dataclass(frozen=True)
+class Branch:
+    """A container: its type, its keys and what its children look like."""
+
+    type: type
+    keys: tuple[Any, ...]
+    children: tuple[Spec, ...]
+
+
+Spec = Leaf | Branch
+
+
+def flatten(value: Any) -> tuple[list[Any], Spec]:
+    """The leaves of a nested container in order, and a comparable description of its structure."""
+    leaves: list[Any] = []
+    return leaves, _flatten_into(value, leaves)
+
+
+def _flatten_into(value: Any, leaves: list[Any]) -> Spec:
+    opened = _open(value)
+    if opened is None:
+        leaves.append(value)
+        return LEAF
+    keys, children = opened
+    return Branch(type(value), keys, tuple([_flatten_into(child, leaves) for child in children]))
+
+
+def _open(value: Any) -> tuple[tuple[Any, ...], list[Any]] | None:
+    """Keys and children of a container, None for a leaf."""
+    if isinstance(value, (list, tuple)):
+        return tuple(range(len(value))), list(value)
+    if isinstance(value, Mapping):
+        return tuple(value.keys()), list(value.values())
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        names = tuple(field.name for field in dataclasses.fields(value))
+        return names, [getattr(value, name) for name in names]
+    return None
+
+
+def map_leaves(function: Callable[[Any], Any], value: Any) -> Any:
+    """A copy of a nested container with `function` applied to each leaf."""
+    opened = _open(value)
+    if opened is None:
+        return function(value)
+    keys, children = opened
+    return _close(value, keys, [map_leaves(function, child) for child in children])
+
+
+def _close(value: Any, keys: tuple[Any, ...], children: list[Any]) -> Any:
+    """A container like `value` with other children."""
+    kind = type(value)
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return kind(*children)
+    if kind in (list, tuple):
+        return kind(children)
+    if kind is dict:
+        return dict(zip(keys, children, strict=True))
+    duplicate = copy.copy(value)
+    if isinstance(value, (list, tuple)):
+        return kind(children)  # pyright: ignore[reportUnknownVariableType, reportCallIssue]
+    if isinstance(value, Mapping):
+        for key, child in zip(keys, children, strict=True):
+            duplicate[key] = child
+        return duplicate
+    for key, child in zip(keys, children, strict=True):
+        object.__setattr__(duplicate, key, child)
+    return duplicate
+
+
+def paths(value: Any, prefix: str) -> list[str]:
+    """A readable path for each leaf, in `flatten`'s order: `batch['x'][0]`."""
+    opened = _open(value)
+    if opened is None:
+        return [prefix]
+    keys, children = opened
+    is_attribute = not isinstance(value, (list, tuple, Mapping))
+    parts = [f"{prefix}.{key}" if is_attribute else f"{prefix}[{key!r}]" for key in keys]
+    return [path for part, child in zip(parts, children, strict=True) for path in paths(child, part)]

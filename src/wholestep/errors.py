@@ -1,0 +1,41 @@
+"""Every error a user can meet. Each message is one sentence that names the place and says what to do next."""
+
+from __future__ import annotations
+
+
+class WholestepError(ValueError):
+    """Base of all errors Wholestep raises on purpose."""
+
+
+class CaptureError(WholestepError):
+    """The train step cannot be captured as one graph; model, optimizer and RNG are as they were before the call."""
+
+    def __init__(self, message: str, *, location: str | None = None, advice: str | None = None) -> None:
+        self.location = location
+        self.advice = advice
+        text = message if location is None else f"{location}: {message}"
+        super().__init__(text if advice is None else f"{text}. {advice}")
+
+
+class GuardError(WholestepError):
+    """A call does not fit what the step was compiled for and cannot be recompiled."""
+
+
+class GraphError(WholestepError):
+    """A step graph breaks one of its invariants: a rewrite was wrong, the graph was not run."""
+
+
+class PassError(WholestepError):
+    """A pass or pipeline is unknown, misspelt, out of order or given a bad option."""
+
+
+class VerificationError(WholestepError):
+    """`verify=N` found a step whose result differs from eager; `differences` maps names to the largest difference."""
+
+    def __init__(self, message: str, differences: dict[str, float]) -> None:
+        super().__init__(message)
+        self.differences = differences
+
+
+class SettingsError(WholestepError):
+    """A `WHOLESTEP_*` environment variable has a value that is not allowed."""

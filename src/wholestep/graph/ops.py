@@ -1,0 +1,108 @@
+"""What an operator does to its arguments, read off its schema: views, randomness, effects, in-place twins."""
+
+from __future__ import annotations
+
+import functools
+import operator
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import fx
+
+from wholestep import _torch
+
+aten = torch.ops.aten
+
+# Alias their input although their schema does not say so, or say so only for autograd's sake.
+_UNDECLARED_VIEWS = frozenset({aten._unsafe_view.default, aten.lift_fresh.default, aten.detach.default})
+
+# Operators of other libraries may do more than their schema says: they are kept and never merged.
+_KNOWN_NAMESPACES = frozenset({"aten", "prims"})
+
+# Symbolic arithmetic: plain Python on numbers, free of effects.
+_PYTHON_MODULES = frozenset({"_operator", "math", "builtins", "torch"})
+
+
+# In-place twins whose overload is called something else.
+_RENAMED_TWINS: dict[Any, Any] = {_torch.BERNOULLI_LIKE: aten.bernoulli_.float}
+
+
+def is_op(node: fx.Node) -> bool:
+    """Whether a node calls an aten (or custom) operator, as opposed to Python arithmetic or graph plumbing."""
+    return node.op == "call_function" and _torch.is_op_overload(node.target)
+
+
+@functools.cache
+def is_view(target: Callable[..., Any]) -> bool:
+    """Whether the operator's result aliases an argument that it does not write to."""
+    if not _torch.is_op_overload(target):
+        return False
+    return target in _UNDECLARED_VIEWS or any(
+        returned.alias_info is not None and not returned.alias_info.is_write
+        for returned in _torch.schema(target).returns
+    )
+
+
+@functools.cache
+def is_random(target: Callable[..., Any]) -> bool:
+    """Whether the operator draws from a random number generator; its place in the stream must not change."""
+    return _torch.is_op_overload(target) and torch.Tag.nondeterministic_seeded in _torch.tags(target)
+
+
+@functools.cache
+def is_collective(target: Callable[..., Any]) -> bool:
+    """Whether the operator talks to other ranks (or waits for them)."""
+    return _torch.is_op_overload(target) and "c10d" in _torch.namespace(target)
+
+
+@functools.cache
+def written_arguments(target: Callable[..., Any]) -> tuple[int, ...]:
+    """Positions of the arguments that the operator writes to."""
+    if not _torch.is_op_overload(target):
+        return ()
+    return tuple(
+        index
+        for index, argument in enumerate(_torch.schema(target).arguments)
+        if _torch.is_written(argument)
+    )
+
+
+@functools.cache
+def is_pure(target: Callable[..., Any]) -> bool:
+    """Whether a call may be dropped when unused and merged with an equal one."""
+    if not _torch.is_op_overload(target):
+        return getattr(target, "__module__", None) in _PYTHON_MODULES
+    if _torch.namespace(target) not in _KNOWN_NAMESPACES:
+        return False
+    return not (is_random(target) or written_arguments(target) or _torch.has_side_effect(target))
+
+
+def has_effect(node: fx.Node) -> bool:
+    """Whether a node must stay where it is relative to other such nodes: randomness, collectives, writes, effects."""
+    return node.op == "call_function" and not is_pure(node.target)  # pyright: ignore[reportArgumentType]
+
+
+@functools.cache
+def in_place_twin(target: Callable[..., Any]) -> Callable[..., Any] | None:
+    """The operator that computes the same into its own arguments: `add.Tensor` -> `add_.Tensor`, or None.
+
+    Only twins with the same arguments and no further write count, so that swapping the target is the whole rewrite.
+    """
+    if not _torch.is_op_overload(target) or written_arguments(target) or is_view(target) or is_collective(target):
+        return None
+    twin = _RENAMED_TWINS.get(target)
+    twin = twin or _torch.overload_by_name(_torch.packet_name(target) + "_", _torch.overload_name(target))
+    if twin is None or not written_arguments(twin):
+        return None
+    functional, in_place = _torch.schema(target), _torch.schema(twin)
+    names = [argument.name for argument in functional.arguments]
+    return twin if names == [argument.name for argument in in_place.arguments] else None
+
+
+def getitem_index(node: fx.Node) -> int | None:
+    """The index of a `getitem` node, None for any other node."""
+    if node.op != "call_function" or node.target is not operator.getitem:
+        return None
+    index = node.args[1]
+    return index if isinstance(index, int) else None

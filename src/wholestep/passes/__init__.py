@@ -1,0 +1,10 @@
+"""Passes: rewrites of step graphs, the pipelines they form and the manager that runs them."""
+
+from wholestep.passes import cse, dce, reinplace, simplify
+from wholestep.passes.base import Pass, register, registered
+from wholestep.passes.manager import run_passes
+from wholestep.passes.pipeline import Pipeline
+
+DEFAULT_PIPELINE = Pipeline((simplify.Simplify(), cse.CommonSubexpressions(), dce.DeadCode(), reinplace.Reinplace()))
+
+__all__ = ["DEFAULT_PIPELINE", "Pass", "Pipeline", "register", "registered", "run_passes"]

@@ -1,0 +1,57 @@
+"""Common subexpressions: equal calls on equal arguments are computed once."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import fx
+
+from wholestep.graph import Phase, StepGraph, ops
+from wholestep.passes.base import Pass, register
+
+
+@register
+@dataclass(frozen=True)
+class CommonSubexpressions(Pass):
+    """Merge equal pure calls.
+
+    By default tensors are merged only within one phase: keeping a forward value for an equal backward computation would
+    lengthen its life and can raise the peak above eager's. Views and numbers cost nothing and are merged anywhere.
+    """
+
+    name: ClassVar[str] = "cse"
+    repeatable: ClassVar[bool] = True
+    across_phases: bool = False
+
+    def apply(self, graph: StepGraph) -> StepGraph:
+        seen: dict[Any, fx.Node] = {}
+        for node in graph.nodes:
+            if node.op != "call_function" or ops.has_effect(node) or _is_uninitialised(node):
+                continue
+            free = not isinstance(node.meta["val"], torch.Tensor) or ops.is_view(node.target)  # pyright: ignore
+            phase: Phase | None = None if free or self.across_phases else node.meta["phase"]
+            key = (phase, node.target, _freeze(node.args), _freeze(node.kwargs))
+            earlier = seen.setdefault(key, node)
+            if earlier is not node:
+                graph.replace(node, earlier)
+        return graph
+
+
+def _is_uninitialised(node: fx.Node) -> bool:
+    """`empty` and its kin: two of them are two buffers, to be filled with different things."""
+    return str(node.target).startswith(("aten.empty", "aten.new_empty"))
+
+
+def _freeze(value: Any) -> Any:
+    """A hashable key in which 1, 1.0 and True are three different things."""
+    if isinstance(value, (list, tuple)):
+        return tuple(_freeze(item) for item in value)
+    if isinstance(value, dict):
+        return tuple((key, _freeze(item)) for key, item in value.items())
+    if isinstance(value, slice):
+        return ("slice", _freeze(value.start), _freeze(value.stop), _freeze(value.step))
+    if isinstance(value, float):
+        return (float, value.hex())
+    return (type(value), value)

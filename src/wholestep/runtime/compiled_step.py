@@ -1,0 +1,185 @@
+"""`CompiledStep`: what `wholestep.compile` returns. Same signature as the user's function, one graph inside."""
+
+from __future__ import annotations
+
+import functools
+import logging
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from wholestep.capture import Capture, capture
+from wholestep.errors import GuardError
+from wholestep.graph import StepGraph
+from wholestep.passes import DEFAULT_PIPELINE, Pipeline, run_passes
+from wholestep.runtime import differential
+from wholestep.runtime.guards import Call
+from wholestep.runtime.specialization import Specialization
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class StepOptions:
+    """Everything `wholestep.compile` was told; see there."""
+
+    dynamic_batch: bool | str = "auto"
+    verify: int = 0
+    pipeline: Pipeline = DEFAULT_PIPELINE
+    cache_size: int = 16
+    recompile_warning: int = 8
+    dump_dir: Path | None = None
+
+
+class CompiledStep:
+    """A train step that captures itself on the first call and runs its graph from then on.
+
+    Calls that do not fit a captured graph (another shape, dtype, mode, hyper-parameter, set of parameters) are captured
+    again; the log says why. All captures are kept, up to `options.cache_size`.
+    """
+
+    def __init__(self, function: Callable[..., Any], options: StepOptions) -> None:
+        functools.update_wrapper(self, function)
+        self.options = options
+        self._function = function
+        self._specializations: list[Specialization] = []
+        self._current: Specialization | None = None
+        self._num_calls = 0
+        self._num_captures = 0
+        self._reasons: list[str] = []
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        call = Call.of(self._function, args, kwargs)
+        chosen = self._choose(call)
+        self._num_calls += 1
+        if self._num_calls <= self.options.verify:
+            return differential.checked_run(chosen, call, self._num_calls)
+        return chosen.run(call)
+
+    @property
+    def graph(self) -> StepGraph:
+        """The graph of the most recent call."""
+        return self._require_current().graph
+
+    @property
+    def num_captures(self) -> int:
+        """How often the step has been captured so far."""
+        return self._num_captures
+
+    @property
+    def recompile_reasons(self) -> tuple[str, ...]:
+        """Why each capture after the first was necessary."""
+        return tuple(self._reasons)
+
+    @property
+    def captured(self) -> Capture:
+        """What the most recent call's graph was built from."""
+        return self._require_current().capture
+
+    def explain(self) -> str:
+        """Phases with op counts, flops and bytes, passes, captures: the step in one page of text."""
+        from wholestep.report.explain import explain_step
+
+        return explain_step(self)
+
+    def report(self, path: str | Path) -> Path:
+        """Write a self-contained HTML report about the step and return its path."""
+        from wholestep.report.html import write_step_report
+
+        return write_step_report(self, Path(path))
+
+    def __get__(self, instance: Any, owner: type | None = None) -> Any:
+        """Make decorated methods work: `self` is passed like any other argument."""
+        return self if instance is None else functools.partial(self, instance)
+
+    def _require_current(self) -> Specialization:
+        if self._current is None:
+            raise GuardError(f"{self._name} has not been called yet; its graph exists after the first call")
+        return self._current
+
+    @property
+    def _name(self) -> str:
+        return getattr(self._function, "__qualname__", repr(self._function))
+
+    def _choose(self, call: Call) -> Specialization:
+        """The specialisation that fits the call: the last one, another known one, or a new capture."""
+        reason = None
+        if self._current is not None:
+            reason = self._current.check(call)
+            if reason is None:
+                return self._current
+        for known in reversed(self._specializations):
+            if known is not self._current and known.check(call) is None:
+                self._current = known
+                return known
+        self._current = self._compile(call, reason)
+        return self._current
+
+    def _compile(self, call: Call, reason: str | None) -> Specialization:
+        started = time.perf_counter()
+        captured = capture(call.function, call.args, call.kwargs, dynamic_leaves=self._dynamic_leaves(call))
+        graph = run_passes(captured.graph, self.options.pipeline, dump_dir=self.options.dump_dir)
+        fresh = Specialization(captured, graph, call)
+        self._num_captures += 1
+        self._remember(fresh)
+        self._log(fresh, reason, time.perf_counter() - started)
+        return fresh
+
+    def _remember(self, fresh: Specialization) -> None:
+        self._specializations.append(fresh)
+        if len(self._specializations) > self.options.cache_size:
+            del self._specializations[0]
+
+    def _dynamic_leaves(self, call: Call) -> frozenset[int]:
+        """Argument leaves whose dimension 0 becomes symbolic.
+
+        `True`: all that share the batch size. `"auto"`: none at first; once a call differs from a captured one only in
+        the batch size, those that changed.
+        """
+        batch = [index for index, leaf in enumerate(call.leaves) if isinstance(leaf, torch.Tensor) and leaf.dim() > 0]
+        sizes = {index: call.leaves[index].shape[0] for index in batch}
+        if not batch or sizes[batch[0]] < 2 or self.options.dynamic_batch is False:
+            return frozenset()
+        if self.options.dynamic_batch is True:
+            return frozenset(index for index in batch if sizes[index] == sizes[batch[0]])
+        changed = self._changed_batch_leaves(call, batch)
+        return changed if len({sizes[index] for index in changed}) == 1 else frozenset()
+
+    def _changed_batch_leaves(self, call: Call, batch: list[int]) -> frozenset[int]:
+        for known in reversed(self._specializations):
+            seen = known.first_call
+            if seen.spec != call.spec or known.capture.dynamic_leaves:
+                continue
+            pairs = {index: (seen.leaves[index], call.leaves[index]) for index in batch}
+            if all(old.shape[1:] == new.shape[1:] and old.dtype == new.dtype for old, new in pairs.values()):
+                changed = frozenset(index for index, (old, new) in pairs.items() if old.shape != new.shape)
+                if changed:
+                    return changed
+        return frozenset()
+
+    def _log(self, fresh: Specialization, reason: str | None, seconds: float) -> None:
+        graph, dynamic = fresh.graph, " with a dynamic batch" if fresh.capture.dynamic_leaves else ""
+        if reason is None:
+            logger.info("captured %s%s: %d ops in %.1f s", self._name, dynamic, graph.num_ops, seconds)
+        else:
+            self._reasons.append(reason)
+            logger.warning("recompiled %s%s in %.1f s because %s", self._name, dynamic, seconds, reason)
+        if fresh.capture.num_checkpoint_regions:
+            logger.warning(
+                "%s has %d torch.utils.checkpoint regions: captured with the same math, but their activations are kept "
+                "until the backward, so this step needs more memory than eager",
+                self._name,
+                fresh.capture.num_checkpoint_regions,
+            )
+        if len(self._reasons) == self.options.recompile_warning:
+            logger.warning(
+                "%s has been recompiled %d times; the last reason was: %s. Values that change from call to call should "
+                "be tensors",
+                self._name,
+                len(self._reasons),
+                reason,
+            )

@@ -1,0 +1,312 @@
+"""Guards: what a captured step took for granted. Each check returns None, or the sentence that says what changed.
+
+Checks run on every call, so they compare prepared tuples and leave the search for words to the failing case.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from wholestep import _torch
+from wholestep.capture import Capture, discover, tree
+from wholestep.graph import SlotKind
+
+_SCALARS = (bool, int, float, str, type(None))
+_MIN_SYMBOLIC_SIZE = 2
+
+Check = Callable[["Call"], str | None]
+
+
+@dataclass(frozen=True)
+class Call:
+    """The arguments of one call, taken apart once for all guards."""
+
+    function: Callable[..., Any]
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    leaves: list[Any]
+    spec: tree.Spec
+
+    @staticmethod
+    def of(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
+        leaves, spec = tree.flatten((args, kwargs))
+        return Call(function, args, kwargs, leaves, spec)
+
+    def path(self, index: int) -> str:
+        """A readable name of argument leaf `index`."""
+        names = [*discover.argument_names(self.function, len(self.args)), *self.kwargs]
+        values = [*self.args, *self.kwargs.values()]
+        return [path for name, value in zip(names, values, strict=True) for path in tree.paths(value, name)][index]
+
+
+def make_guards(capture: Capture, call: Call) -> list[Check]:
+    """All guards of a fresh capture, taken from the state of the world right now."""
+    return [
+        _arguments_guard(capture, call),
+        _environment_guard(),
+        *[_module_guard(name, module) for name, module in capture.found.modules.items()],
+        *[_optimizer_guard(name, optimizer) for name, optimizer in capture.found.optimizers.items()],
+        _parameters_guard(capture),
+        _rebindable_guard(capture),
+        _gradients_guard(capture),
+        _free_values_guard(capture),
+    ]
+
+
+def tensor_type(tensor: torch.Tensor) -> tuple[Any, ...]:
+    """Everything about a tensor that a graph depends on."""
+    return tuple(tensor.shape), tensor.stride(), tensor.dtype, tensor.device, tensor.requires_grad
+
+
+def _arguments_guard(capture: Capture, call: Call) -> Check:
+    """Structure, plain values, and tensor types; dimension 0 of dynamic leaves may vary together."""
+    dynamic, spec = capture.dynamic_leaves, call.spec
+    expected: list[Any] = []
+    for index, leaf in enumerate(call.leaves):
+        if not isinstance(leaf, torch.Tensor):
+            expected.append(leaf)
+        elif index in dynamic:
+            expected.append((tuple(leaf.shape[1:]), *tensor_type(leaf)[1:]))
+        else:
+            expected.append(tensor_type(leaf))
+    tensors = [isinstance(leaf, torch.Tensor) for leaf in call.leaves]
+    batch_sizes = _BatchSizes(capture) if dynamic else None
+
+    def check(now: Call) -> str | None:
+        if now.spec != spec:
+            return "the structure of the arguments changed (other keys, lengths or container types)"
+        sizes: set[int] = set()
+        for index, leaf in enumerate(now.leaves):
+            if isinstance(leaf, torch.Tensor) is not tensors[index]:
+                return f"{now.path(index)} was a tensor before and is none now, or the other way round"
+            if not tensors[index]:
+                if not _same_value(leaf, expected[index]):
+                    return f"{now.path(index)} changed from {expected[index]!r} to {leaf!r}"
+                continue
+            found = tensor_type(leaf)
+            if index in dynamic:
+                sizes.add(leaf.shape[0])
+                found = (found[0][1:], *found[1:])
+            if found != expected[index]:
+                return f"{now.path(index)} changed: {_type_difference(expected[index], found)}"
+        return batch_sizes.check(sizes) if batch_sizes is not None else None
+
+    return check
+
+
+class _BatchSizes:
+    """Which sizes a symbolic batch dimension admits: what tracing assumed, evaluated once per size."""
+
+    def __init__(self, capture: Capture) -> None:
+        self._verdicts: dict[int, str | None] = {}
+        self._assumptions = _torch.size_assumptions(capture.graph.fake_mode)
+
+    def check(self, sizes: set[int]) -> str | None:
+        if len(sizes) != 1:
+            return f"batch sizes differ between arguments: {sorted(sizes)}"
+        [size] = sizes
+        if size not in self._verdicts:
+            self._verdicts[size] = self._judge(size)
+        return self._verdicts[size]
+
+    def _judge(self, size: int) -> str | None:
+        if size < _MIN_SYMBOLIC_SIZE:
+            return f"batch size {size} is captured apart (symbolic sizes start at {_MIN_SYMBOLIC_SIZE})"
+        for text, holds in self._assumptions:
+            if not holds(size):
+                return f"batch size {size} breaks what the captured step assumes: {text}"
+        return None
+
+
+def _environment_guard() -> Check:
+    """Global switches of torch that tracing bakes into the graph."""
+    expected = environment()
+
+    def check(_: Call) -> str | None:
+        now = environment()
+        if now == expected:
+            return None
+        changed = [name for name in now if now[name] != expected[name]]
+        return f"{changed[0]} changed from {expected[changed[0]]} to {now[changed[0]]}"
+
+    return check
+
+
+def environment() -> dict[str, Any]:
+    """The switches of torch that a captured graph depends on."""
+    return {
+        "torch.get_default_dtype()": torch.get_default_dtype(),
+        "torch.is_grad_enabled()": torch.is_grad_enabled(),
+        "autocast on cpu": torch.is_autocast_enabled("cpu") and torch.get_autocast_dtype("cpu"),
+        "autocast on cuda": torch.is_autocast_enabled("cuda") and torch.get_autocast_dtype("cuda"),
+        "torch.are_deterministic_algorithms_enabled()": torch.are_deterministic_algorithms_enabled(),
+    }
+
+
+def _module_guard(name: str, root: nn.Module) -> Check:
+    """Structure, train/eval mode and plain attributes of every submodule."""
+    modules = list(root.named_modules(remove_duplicate=False))
+    records: list[tuple[str, dict[str, Any], Callable[[Any], Any], Any, tuple[str, ...]]] = []
+    for path, module in modules:
+        attributes = {key: value for key, value in vars(module).items() if type(value) in _SCALARS}
+        keys = tuple(attributes)
+        records.append((path, vars(module), operator.itemgetter(*keys), operator.itemgetter(*keys)(attributes), keys))
+    structure = [(module, tuple(module.named_children())) for _, module in modules]
+
+    def check(_: Call) -> str | None:
+        for path, attributes, read, expected, keys in records:
+            try:
+                if read(attributes) == expected:
+                    continue
+            except KeyError as missing:
+                return f"attribute {missing} of module '{path or name}' is gone"
+            changed = next(key for key in keys if attributes[key] != _entry(expected, keys, key))
+            old = _entry(expected, keys, changed)
+            return f"'{changed}' of module '{path or name}' changed from {old!r} to {attributes[changed]!r}"
+        for module, children in structure:
+            if tuple(module.named_children()) != children:
+                return f"the submodules of '{name}' changed"
+        return None
+
+    return check
+
+
+def _entry(values: Any, keys: tuple[str, ...], key: str) -> Any:
+    return values if len(keys) == 1 else values[keys.index(key)]
+
+
+def _optimizer_guard(name: str, optimizer: Optimizer) -> Check:
+    """Parameter groups, every option but the learning rate's value, and which state exists."""
+    groups = [(group, list(group["params"]), _options(group)) for group in optimizer.param_groups]
+    members = [p for _, params, _ in groups for p in params]
+    state_keys = [tuple(optimizer.state[p]) if p in optimizer.state else () for p in members]
+
+    def check(_: Call) -> str | None:
+        if len(optimizer.param_groups) != len(groups):
+            return f"{name} has {len(optimizer.param_groups)} parameter groups instead of {len(groups)}"
+        for index, (group, (_, params, options)) in enumerate(zip(optimizer.param_groups, groups, strict=True)):
+            if len(group["params"]) != len(params) or not all(map(operator.is_, group["params"], params)):
+                return f"the parameters of {name}.param_groups[{index}] changed"
+            if (now := _options(group)) != options:
+                changed = next(key for key in {**options, **now} if now.get(key) != options.get(key))
+                return (
+                    f"'{changed}' of {name}.param_groups[{index}] changed from {options.get(changed)!r} "
+                    f"to {now.get(changed)!r}"
+                )
+        keys = [tuple(optimizer.state[p]) if p in optimizer.state else () for p in members]
+        return None if keys == state_keys else f"the state of {name} has other entries than before"
+
+    return check
+
+
+def _options(group: dict[str, Any]) -> dict[str, Any]:
+    options = {key: value for key, value in group.items() if key not in ("params", "lr", "initial_lr")}
+    options["type of lr"] = "tensor" if isinstance(group["lr"], torch.Tensor) else "float"
+    return options
+
+
+def _parameters_guard(capture: Capture) -> Check:
+    """The same parameter objects with the same types (`.to()`, `.half()` and freezing change them in place)."""
+    records: list[tuple[str, dict[str, Any], tuple[str, ...], tuple[Any, ...]]] = []
+    for name, root in capture.found.modules.items():
+        for path, module in root.named_modules():
+            own = _torch.own_parameters(module)
+            if own:
+                records.append((path or name, own, tuple(own), tuple(own.values())))
+    parameters = {id(p): p for _, _, _, values in records for p in values if p is not None}
+    tensors = list(parameters.values())
+    expected = [tensor_type(tensor) for tensor in tensors]
+
+    def check(_: Call) -> str | None:
+        for path, own, keys, values in records:
+            if tuple(own) != keys or not all(map(operator.is_, own.values(), values)):
+                return f"a parameter of module '{path}' was replaced"
+        now = [tensor_type(tensor) for tensor in tensors]
+        if now == expected:
+            return None
+        old, new = next((old, new) for old, new in zip(expected, now, strict=True) if old != new)
+        return f"a parameter changed: {_type_difference(old, new)}"
+
+    return check
+
+
+def _gradients_guard(capture: Capture) -> Check:
+    """Which parameters have a gradient before the call, unless the step clears it before looking."""
+    indifferent = {id(p) for p in capture.any_incoming_grad}
+    names: list[str] = []
+    parameters: list[torch.Tensor] = []
+    for slot in capture.graph.slots_of_kind(SlotKind.PARAM):
+        tensor = capture.bindings[slot.id].read([])
+        if tensor.requires_grad and id(tensor) not in indifferent:
+            names.append(slot.name)
+            parameters.append(tensor)
+    expected = [p.grad is None for p in parameters]
+
+    def check(_: Call) -> str | None:
+        now = [p.grad is None for p in parameters]
+        if now == expected:
+            return None
+        index = next(i for i, (old, new) in enumerate(zip(expected, now, strict=True)) if old != new)
+        return f"{names[index]}.grad is {'None' if now[index] else 'set'} before the call, unlike at capture"
+
+    return check
+
+
+def _free_values_guard(capture: Capture) -> Check:
+    """Numbers, strings and tensors the step reads from its closure or globals."""
+    free_values = list(capture.found.free_values.items())
+
+    def check(_: Call) -> str | None:
+        for name, free in free_values:
+            if not _same_value(now := free.read(), free.value):
+                return f"'{name}', which the step reads from outside, changed from {free.value!r} to {now!r}"
+        return None
+
+    return check
+
+
+def _rebindable_guard(capture: Capture) -> Check:
+    """Buffers and optimizer state may be exchanged for others (`load_state_dict`), but only of the same type."""
+    bindings = [
+        (slot.id, capture.bindings[slot.id]) for slot in capture.graph.slots_of_kind(SlotKind.BUFFER, SlotKind.STATE)
+    ]
+    seen = [where.read([]) for _, where in bindings]
+    expected = [_loose_type(value) for value in seen]
+
+    def check(_: Call) -> str | None:
+        nonlocal seen
+        now = [where.read([]) for _, where in bindings]
+        if all(map(operator.is_, now, seen)):
+            return None
+        for (slot_id, _), value, old in zip(bindings, now, expected, strict=True):
+            if _loose_type(value) != old:
+                return f"{slot_id} changed from {old} to {_loose_type(value)}"
+        seen = now
+        return None
+
+    return check
+
+
+def _loose_type(value: Any) -> tuple[Any, ...]:
+    """The type of a tensor slot; a number kept in the optimizer state is an input whatever its value."""
+    return tensor_type(value)[:4] if isinstance(value, torch.Tensor) else (type(value),)
+
+
+def _same_value(now: Any, expected: Any) -> bool:
+    if now is expected:
+        return True
+    return type(now) is type(expected) and isinstance(now, _SCALARS) and now == expected
+
+
+def _type_difference(expected: tuple[Any, ...], found: tuple[Any, ...]) -> str:
+    names = ("shape", "stride", "dtype", "device", "requires_grad")
+    return next(
+        f"{name} {old} -> {new}" for name, old, new in zip(names, expected, found, strict=True) if old != new
+    )

@@ -1,0 +1,76 @@
+"""A captured step, rewritten and compiled: the thing a call runs once its guards hold."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any
+
+import torch
+
+from wholestep.capture import Capture
+from wholestep.graph import StepGraph
+from wholestep.runtime.guards import Call, Check, make_guards
+
+
+class Specialization:
+    """One graph of a step, for one kind of call.
+
+    `check` says why a call does not fit; `run` reads the slots, executes the graph and puts everything it computed where
+    eager would have: in-place updates in their tensors, gradients on their parameters, new optimizer state in the
+    optimizer.
+    """
+
+    def __init__(self, capture: Capture, graph: StepGraph, call: Call) -> None:
+        self.capture = capture
+        self.graph = graph
+        self.num_runs = 0
+        self.first_call = call
+        self._install_initial_state()
+        self._guards: list[Check] = make_guards(capture, call)
+        self._forward = graph.recompile()
+        self._inputs = [capture.bindings[slot.id] for slot in self._slots_in_order()]
+        self._updates = [(slot_id, capture.bindings[slot_id]) for slot_id in graph.updates]
+        self._results = [(slot_id, capture.bindings[slot_id]) for slot_id in graph.results]
+
+    def check(self, call: Call) -> str | None:
+        """None if the call fits, otherwise the first thing that differs."""
+        for guard in self._guards:
+            reason = guard(call)
+            if reason is not None:
+                return reason
+        return None
+
+    def run(self, call: Call) -> Any:
+        """Execute one step."""
+        leaves = call.leaves
+        for parameter in self.capture.any_incoming_grad:
+            parameter.grad = None
+        inputs = [binding.read(leaves) for binding in self._inputs]
+        with torch.no_grad(), _without_autocast():
+            returned = self._forward(*inputs)
+            del inputs
+            for slot_id, binding in self._updates:
+                binding.read(leaves).copy_(returned["updates"][slot_id])
+        results = returned["results"]
+        for slot_id, binding in self._results:
+            binding.write(results[slot_id], leaves)  # pyright: ignore[reportAttributeAccessIssue]
+        self.num_runs += 1
+        return self.capture.outputs.fill(returned["outputs"])
+
+    def _slots_in_order(self) -> list[Any]:
+        return [self.graph.slots[node.name] for node in self.graph.nodes if node.op == "placeholder"]
+
+    def _install_initial_state(self) -> None:
+        for optimizer, parameter, entries in self.capture.initial_state:
+            optimizer.state[parameter] = entries
+
+
+def _without_autocast() -> contextlib.AbstractContextManager[Any]:
+    """Casts are ops of the graph; autocast around the call must not add its own."""
+    active = [device for device in ("cpu", "cuda") if torch.is_autocast_enabled(device)]
+    if not active:
+        return contextlib.nullcontext()
+    stack = contextlib.ExitStack()
+    for device in active:
+        stack.enter_context(torch.autocast(device, enabled=False))
+    return stack

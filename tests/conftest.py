@@ -1,0 +1,73 @@
+"""What every test shares: offline, seeded, one thread, and no skip without a reason."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Generator, Iterator
+from typing import TypeVar
+
+# Before anything imports transformers: it reads these once. Models in tests are built from configs.
+os.environ["HF_HUB_OFFLINE"] = "1"
+os.environ["TRANSFORMERS_OFFLINE"] = "1"
+os.environ["HF_HUB_DISABLE_TELEMETRY"] = "1"
+
+import pytest
+import torch
+
+Report = TypeVar("Report", pytest.CollectReport, pytest.TestReport)
+
+
+@pytest.fixture(autouse=True)
+def _seeded_and_single_threaded() -> Iterator[None]:
+    """Bitwise comparisons need the same seed and the same reduction order whatever ran before."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture
+def deterministic() -> Iterator[None]:
+    """Refuse nondeterministic kernels; asked for by name, since it also changes which ops a trace records."""
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    if item.get_closest_marker("gpu") and not torch.cuda.is_available():
+        pytest.skip("needs a CUDA device")
+    if item.get_closest_marker("root") and os.geteuid() != 0:
+        pytest.skip("needs root")
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_make_collect_report() -> Generator[None, pytest.CollectReport, pytest.CollectReport]:
+    """A skip is a hole in the suite: a mark or a module that does not say why is an error of collection."""
+    report = _fail_silent_skip((yield))
+    tests = [node for node in report.result or [] if isinstance(node, pytest.Item)]
+    unexplained = [test.nodeid for test in tests if any(_lacks_reason(mark) for mark in test.iter_markers())]
+    if unexplained:
+        report.outcome = "failed"
+        report.longrepr = "skip without a reason: " + ", ".join(unexplained)
+    return report
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport() -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    """`pytest.skip()` called while a test runs is seen only here."""
+    return _fail_silent_skip((yield))
+
+
+def _lacks_reason(mark: pytest.Mark) -> bool:
+    positional = mark.args[0] if mark.name == "skip" and mark.args else ""
+    return mark.name in ("skip", "skipif") and not str(mark.kwargs.get("reason", positional)).strip()
+
+
+def _fail_silent_skip(report: Report) -> Report:
+    reason = report.longrepr[2] if report.skipped and isinstance(report.longrepr, tuple) else "not skipped"
+    if reason.strip() in ("Skipped", "Skipped:"):
+        report.outcome = "failed"
+        report.longrepr = f"skip without a reason: {report.nodeid}"
+    return report
