@@ -18,6 +18,7 @@ import torch
 import torch.fx.traceback as fx_traceback
 import torch.utils.checkpoint
 from torch import fx
+from torch._dispatch.python import enable_python_dispatcher
 from torch._dynamo.source import ConstantSource
 from torch._dynamo.utils import _disable_saved_tensors_hooks_during_tracing
 from torch._functorch._aot_autograd.logging_utils import setup_stacktrace_preservation_hooks
@@ -187,14 +188,40 @@ def mkldnn_rnn_layer_in_training(*args: Any, **kwargs: Any) -> Any:
         )
 
 
-def trace(function: Callable[[], Any], mode: FakeTensorMode) -> fx.GraphModule:
-    """Run `function` and record every aten op it reaches, below autograd, as one FX graph."""
+def call_with_symbolic_sizes(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Call a function whose C++ kernel cannot take symbolic sizes through torch's Python kernels.
+
+    Not used for everything: some Python kernels (dropout, LSTM) compute in another order than eager does.
+    """
+    with enable_python_dispatcher():
+        return function(*args, **kwargs)
+
+
+@contextlib.contextmanager
+def _batch_size_choices(enabled: bool) -> Generator[None]:
+    """Switch the convolution backends that are chosen by batch size (torch.backends.mkldnn.flags warns on CPU builds)."""
+    previous = torch._C._get_mkldnn_enabled()
+    with torch.backends.nnpack.flags(enabled=enabled):
+        torch._C._set_mkldnn_enabled(previous and enabled)
+        try:
+            yield
+        finally:
+            torch._C._set_mkldnn_enabled(previous)
+
+
+def trace(function: Callable[[], Any], mode: FakeTensorMode, *, symbolic_sizes: bool) -> fx.GraphModule:
+    """Run `function` and record every aten op it reaches, below autograd, as one FX graph.
+
+    Convolutions ask for the batch size to choose a backend, which would pin a symbolic one to a range; as the ops of the
+    graph choose again when they run, the choice is switched off while sizes are symbolic.
+    """
     with (
         mode,
         fx_traceback.preserve_node_meta(),
         _disable_saved_tensors_hooks_during_tracing(),
         torch.autograd.set_multithreading_enabled(False),
         torch.random.fork_rng(devices=[]),
+        _batch_size_choices(enabled=not symbolic_sizes),
     ):
         return make_fx(function, tracing_mode="real", _disable_torch_fn_metadata_mode=True)()
 

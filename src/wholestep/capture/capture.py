@@ -72,7 +72,7 @@ class _Call:
     parameter_names: dict[int, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self.session = Session(_torch.new_fake_mode())
+        self.session = Session(_torch.new_fake_mode(), has_symbolic_sizes=bool(self.dynamic_leaves))
 
 
 def capture(
@@ -85,11 +85,15 @@ def capture(
     started = time.perf_counter()
     found = discover.reachable(function, args, kwargs)
     _refuse_wrappers(found, function)
+    if dynamic_leaves:
+        _refuse_recurrent(found)
     call = _Call(function, args, kwargs, found, dynamic_leaves)
     call.states = {name: {**initial_state(opt), **opt.state} for name, opt in found.optimizers.items()}
     collected: list[Collected] = []
     try:
-        module = _torch.trace(lambda: _traced_run(call, collected), call.session.fake_mode)
+        module = _torch.trace(
+            lambda: _traced_run(call, collected), call.session.fake_mode, symbolic_sizes=bool(dynamic_leaves)
+        )
     except WholestepError:
         raise
     except _torch.DATA_DEPENDENT_ERRORS as error:
@@ -263,6 +267,14 @@ def _refuse_wrappers(found: Reachable, function: Function) -> None:
                 location=discover.location_of(function),
                 advice=f"Pass the plain module ({name}.module)",
             )
+
+
+def _refuse_recurrent(found: Reachable) -> None:
+    """Eager's fused recurrent kernels cannot be traced with a symbolic batch; their unfused form rounds differently."""
+    for name, module in found.modules.items():
+        for path, submodule in module.named_modules():
+            if isinstance(submodule, nn.RNNBase):
+                raise CaptureError(f"'{path or name}' is a {type(submodule).__name__}, which needs a fixed batch size")
 
 
 def _first_line(error: BaseException) -> str:

@@ -13,6 +13,7 @@ from typing import Any
 from unittest import mock
 
 import torch
+import torch.nn.functional as F
 from torch import nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.optim import Optimizer
@@ -43,6 +44,7 @@ _VALUE_ADVICE = (
     "A captured step cannot look at values while it runs: return the tensor and read it after the call, "
     "or use torch.where / torch.clamp instead of Python branches"
 )
+_NO_SYMBOLIC_KERNEL = (F.pad, torch.constant_pad_nd)
 _OUT_OF_PLACE = (torch.bernoulli, torch.Tensor.bernoulli)
 _GRAD_GET = torch.Tensor.grad.__get__  # pyright: ignore[reportAttributeAccessIssue]
 
@@ -70,9 +72,16 @@ class Interposer(TorchFunctionMode):
         kwargs = self._with_twins(kwargs or {})
         if func is _GRAD_GET:
             session.note_grad_read(args[0])
-        result = fused.call(func, args, kwargs) if func in fused.FUNCTIONS else func(*args, **kwargs)
+        result = self._call(func, args, kwargs)
         session.annotate(line, out_of_place=func in _OUT_OF_PLACE)
         return result
+
+    def _call(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if func in fused.FUNCTIONS:
+            return fused.call(func, args, kwargs)
+        if self.session.has_symbolic_sizes and func in _NO_SYMBOLIC_KERNEL:
+            return _torch.call_with_symbolic_sizes(func, args, kwargs)
+        return func(*args, **kwargs)
 
     def _with_twins(self, value: Any) -> Any:
         """`value` with every real tensor in it exchanged for its traced twin."""

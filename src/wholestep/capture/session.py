@@ -39,6 +39,7 @@ class Session:
     """
 
     fake_mode: Any
+    has_symbolic_sizes: bool = False
     tracer: Any = None
     phase: Phase = Phase.FORWARD
     lifted: dict[str, Lifted] = field(default_factory=dict)

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from wholestep.capture import Capture, capture
-from wholestep.errors import GuardError
+from wholestep.errors import CaptureError, GuardError
 from wholestep.graph import StepGraph
 from wholestep.passes import DEFAULT_PIPELINE, Pipeline, run_passes
 from wholestep.runtime import differential
@@ -51,6 +51,7 @@ class CompiledStep:
         self._num_calls = 0
         self._num_captures = 0
         self._reasons: list[str] = []
+        self._static_only = False
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         call = Call.of(self._function, args, kwargs)
@@ -121,13 +122,26 @@ class CompiledStep:
 
     def _compile(self, call: Call, reason: str | None) -> Specialization:
         started = time.perf_counter()
-        captured = capture(call.function, call.args, call.kwargs, dynamic_leaves=self._dynamic_leaves(call))
+        captured = self._capture(call)
         graph = run_passes(captured.graph, self.options.pipeline, dump_dir=self.options.dump_dir)
         fresh = Specialization(captured, graph, call)
         self._num_captures += 1
         self._remember(fresh)
         self._log(fresh, reason, time.perf_counter() - started)
         return fresh
+
+    def _capture(self, call: Call) -> Capture:
+        """Capture with a symbolic batch where that is wanted and possible, with the sizes as they are otherwise."""
+        dynamic_leaves = self._dynamic_leaves(call)
+        try:
+            return capture(call.function, call.args, call.kwargs, dynamic_leaves=dynamic_leaves)
+        except CaptureError as error:
+            if not dynamic_leaves:
+                raise
+            captured = capture(call.function, call.args, call.kwargs)
+            logger.warning("%s cannot have a dynamic batch, each size is captured apart: %s", self._name, error)
+            self._static_only = True
+            return captured
 
     def _remember(self, fresh: Specialization) -> None:
         self._specializations.append(fresh)
@@ -142,7 +156,7 @@ class CompiledStep:
         """
         batch = [index for index, leaf in enumerate(call.leaves) if isinstance(leaf, torch.Tensor) and leaf.dim() > 0]
         sizes = {index: call.leaves[index].shape[0] for index in batch}
-        if not batch or sizes[batch[0]] < 2 or self.options.dynamic_batch is False:
+        if not batch or sizes[batch[0]] < 2 or self.options.dynamic_batch is False or self._static_only:
             return frozenset()
         if self.options.dynamic_batch is True:
             return frozenset(index for index in batch if sizes[index] == sizes[batch[0]])

@@ -1,0 +1,174 @@
+"""Two worlds built alike, one trained eagerly and one compiled, compared after every step.
+
+`tests.parity` does this for one model, one optimizer and one dict of tensors; this does it for train steps of any shape.
+"""
+
+import copy
+import dataclasses
+from collections.abc import Callable, Mapping
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from tests.parity import RandomStream, differences
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+import wholestep
+
+World = SimpleNamespace
+"""Models, optimizers and whatever else a step works on, as attributes."""
+
+
+def _call_with_model(world: World, step: Callable[..., Any], *args: Any) -> Any:
+    return step(world.model, world.optimizer, *args)
+
+
+class Twins:
+    """An eager and a compiled trainer.
+
+    `build()` is called once for each side, from the same seed. The train step is `function`, or `make(world)` where it
+    has to be a closure or a method of that side's own objects. `call(world, step, *args)` runs it; by default as
+    `step(world.model, world.optimizer, *args)`. All other options go to `wholestep.compile`.
+    """
+
+    def __init__(
+        self,
+        build: Callable[[], World],
+        function: Callable[..., Any] | None = None,
+        *,
+        make: Callable[[World], Callable[..., Any]] | None = None,
+        call: Callable[..., Any] = _call_with_model,
+        seed: int = 0,
+        compare_kept: bool = True,
+        **options: Any,
+    ) -> None:
+        self.worlds: list[World] = []
+        for _ in range(2):
+            torch.manual_seed(seed)
+            self.worlds.append(build())
+        functions = [make(world) if make is not None else function for world in self.worlds]
+        assert functions[0] is not None
+        self.eager: Callable[..., Any] = functions[0]
+        self.compiled: Any = wholestep.compile(functions[1], **options)
+        self._call = call
+        self._streams = (RandomStream(seed + 1), RandomStream(seed + 1))
+        self._kept: tuple[list[Any], list[Any]] = ([], [])
+        self._compare_kept = compare_kept
+        self._number = 0
+
+    @property
+    def num_captures(self) -> int:
+        return self.compiled.num_captures
+
+    @property
+    def reasons(self) -> tuple[str, ...]:
+        return self.compiled.recompile_reasons
+
+    def step(self, *args: Any) -> Any:
+        """Run one step on both sides, each with its own copy of `args`, and compare; returns the compiled output.
+
+        Compared are the returned value, everything in the world, the arguments and the random stream; and what earlier
+        steps returned, which must not be overwritten.
+        """
+        self._number += 1
+        seen: list[dict[str, Tensor]] = []
+        for world, step, stream, kept in zip(
+            self.worlds, (self.eager, self.compiled), self._streams, self._kept, strict=True
+        ):
+            own_args = copy.deepcopy(args)
+            with stream.active():
+                kept.append(self._call(world, step, *own_args))
+                rng = torch.get_rng_state()
+            seen.append(
+                named_values("output", kept[-1]) | named_values("argument", own_args) | observe(world) | {"rng": rng}
+            )
+        _fail_on(f"step {self._number}", differences(seen[0], seen[1]))
+        if self._compare_kept:
+            _fail_on(
+                f"outputs kept until step {self._number}",
+                differences(*(named_values("output", outputs) for outputs in self._kept)),
+            )
+        return self._kept[1][-1]
+
+    def steps(self, number: int, *args: Any) -> None:
+        """The same batch several times."""
+        for _ in range(number):
+            self.step(*args)
+
+    def change(self, action: Callable[[World], Any]) -> None:
+        """Do the same to both worlds between steps."""
+        for world in self.worlds:
+            action(world)
+
+
+def observe(world: World) -> dict[str, Tensor]:
+    """Clone everything a step may change, by name: parameters, gradients, buffers, optimizer state and options."""
+    names = _parameter_names(world)
+    seen: dict[str, Tensor] = {}
+    for key, value in vars(world).items():
+        if isinstance(value, nn.Module):
+            seen |= _module_values(key, value)
+        elif isinstance(value, Optimizer):
+            seen |= _optimizer_values(key, value, names)
+        elif isinstance(value, Tensor | list | tuple | Mapping | int | float | str):
+            seen |= named_values(key, value)
+    return seen
+
+
+def _parameter_names(world: World) -> dict[int, str]:
+    modules = {key: value for key, value in vars(world).items() if isinstance(value, nn.Module)}
+    return {id(p): f"{key}.{name}" for key, module in modules.items() for name, p in module.named_parameters()}
+
+
+def _module_values(key: str, module: nn.Module) -> dict[str, Tensor]:
+    seen: dict[str, Tensor] = {}
+    for name, parameter in module.named_parameters(remove_duplicate=False):
+        seen |= named_values(f"{key}.{name}", parameter)
+    for name, buffer in module.named_buffers(remove_duplicate=False):
+        seen |= named_values(f"{key}.{name}", buffer)
+    return seen
+
+
+def _optimizer_values(key: str, optimizer: Optimizer, names: dict[int, str]) -> dict[str, Tensor]:
+    seen: dict[str, Tensor] = {}
+    for index, group in enumerate(optimizer.param_groups):
+        options = {option: value for option, value in group.items() if option not in ("params", "param_names")}
+        seen |= named_values(f"{key}.groups[{index}]", options)
+        for position, parameter in enumerate(group["params"]):
+            name = names.get(id(parameter), f"{key}.groups[{index}].params[{position}]")
+            seen |= named_values(f"{key}.state[{name}]", dict(optimizer.state.get(parameter, {})))
+            if id(parameter) not in names:
+                seen |= named_values(name, parameter)
+    return seen
+
+
+def named_values(prefix: str, value: Any) -> dict[str, Tensor]:
+    """Clones of all tensors in a nested value by path; of anything else its type and, for plain values, its text."""
+    if isinstance(value, Tensor):
+        seen = {prefix: value.detach().clone()}
+        if value.is_leaf and value.grad is not None:
+            seen[f"{prefix}.grad"] = value.grad.detach().clone()
+        return seen
+    children: dict[str, Any]
+    if isinstance(value, list | tuple):
+        children = {f"[{index}]": item for index, item in enumerate(value)}
+    elif isinstance(value, Mapping):
+        children = {f"[{key!r}]": item for key, item in value.items()}
+    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
+        children = {f".{field.name}": getattr(value, field.name) for field in dataclasses.fields(value)}
+    else:
+        return {prefix: _text(f"{type(value).__name__} {value!r}")}
+    seen = {f"type of {prefix}": _text(type(value).__name__)}
+    for key, item in children.items():
+        seen |= named_values(prefix + key, item)
+    return seen
+
+
+def _text(text: str) -> Tensor:
+    return torch.tensor(list(text.encode()), dtype=torch.uint8)
+
+
+def _fail_on(where: str, lines: list[str]) -> None:
+    if lines:
+        raise AssertionError("\n  ".join([f"{where}: compiled differs from eager", *lines]))
