@@ -10,6 +10,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from tests.parity import RandomStream, differences
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -18,6 +19,49 @@ import wholestep
 
 World = SimpleNamespace
 """Models, optimizers and whatever else a step works on, as attributes."""
+
+
+class SmallNet(nn.Module):
+    """Two linear layers: four features in, three out."""
+
+    def __init__(self, hidden: int = 5) -> None:
+        super().__init__()
+        self.first = nn.Linear(4, hidden)
+        self.second = nn.Linear(hidden, 3)
+
+    def forward(self, features: Tensor) -> Tensor:
+        return self.second(torch.tanh(self.first(features)))
+
+
+def adam(parameters: Any) -> Optimizer:
+    return torch.optim.Adam(parameters, lr=0.01)
+
+
+def small_world(
+    make_model: Callable[[], nn.Module] = SmallNet, make_optimizer: Callable[..., Optimizer] = adam
+) -> Callable[[], World]:
+    """A builder of a world with a `model` and an `optimizer` of its parameters."""
+
+    def build() -> World:
+        model = make_model()
+        return World(model=model, optimizer=make_optimizer(model.parameters()))
+
+    return build
+
+
+def mse_step(model: Callable[..., Tensor], optimizer: Optimizer, features: Tensor, targets: Tensor) -> Tensor:
+    """The ordinary train step on `pair`'s data."""
+    optimizer.zero_grad()
+    loss = F.mse_loss(model(features), targets)
+    loss.backward()
+    optimizer.step()
+    return loss
+
+
+def pair(size: int = 6, seed: int = 0) -> tuple[Tensor, Tensor]:
+    """Four features and three targets for each example."""
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(size, 4, generator=generator), torch.randn(size, 3, generator=generator)
 
 
 def _call_with_model(world: World, step: Callable[..., Any], *args: Any) -> Any:

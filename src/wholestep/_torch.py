@@ -29,10 +29,13 @@ from torch._subclasses.fake_tensor import (
     FakeTensorMode,
 )
 from torch._subclasses.functional_tensor import FunctionalTensor, FunctionalTensorMode
+from torch.fx._lazy_graph_module import _use_lazy_graph_module
 from torch.fx.experimental.proxy_tensor import (
+    ProxyTorchDispatchMode,
     get_proxy_mode,
     get_proxy_slot,
     make_fx,
+    maybe_enable_thunkify,
     track_tensor_tree,
 )
 from torch.fx.experimental.symbolic_shapes import (
@@ -222,8 +225,42 @@ def trace(function: Callable[[], Any], mode: FakeTensorMode, *, symbolic_sizes: 
         torch.autograd.set_multithreading_enabled(False),
         torch.random.fork_rng(devices=[]),
         _batch_size_choices(enabled=not symbolic_sizes),
+        _use_lazy_graph_module(True),  # the code generated here is thrown away: the graph is edited first
+        mock.patch.object(ProxyTorchDispatchMode, "__sym_dispatch__", _remembered_size_arithmetic()),
     ):
-        return make_fx(function, tracing_mode="real", _disable_torch_fn_metadata_mode=True)()
+        return make_fx(_lazily(function), tracing_mode="real", _disable_torch_fn_metadata_mode=True)()
+
+
+def _lazily(function: Callable[[], Any]) -> Callable[[], Any]:
+    """Record arithmetic on symbolic sizes only where an op uses the result; most of it only serves bookkeeping."""
+
+    def run() -> Any:
+        with maybe_enable_thunkify():
+            return function()
+
+    return run
+
+
+def _remembered_size_arithmetic() -> Callable[..., Any]:
+    """A `__sym_dispatch__` that computes each integer expression once.
+
+    Every tensor of a symbolic shape recomputes its element count, strides and contiguity, symbol by symbol: tens of
+    thousands of times the same few products. Floats are left alone: equal expressions may round differently.
+    """
+    original = ProxyTorchDispatchMode.__sym_dispatch__
+    known: dict[tuple[Any, ...], Any] = {}
+
+    def dispatch(mode: Any, func: Any, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if not all(type(arg) in (int, torch.SymInt) for arg in args):
+            return original(mode, func, types, args, kwargs)
+        key = (func, *(arg.node.expr if isinstance(arg, torch.SymInt) else arg for arg in args))
+        if key not in known:
+            known[key] = original(mode, func, types, args, kwargs)
+        return known[key]
+
+    return dispatch
+
+
 
 
 def link_backward(roots: list[Any]) -> None:

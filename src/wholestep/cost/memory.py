@@ -6,6 +6,7 @@ nodes: a view costs nothing and keeps its base alive, an in-place op allocates n
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -32,9 +33,9 @@ class Traffic:
 
 def node_bytes(node: fx.Node) -> Traffic:
     """Bytes a node moves: each storage it reads or writes counts once each, views and plumbing count nothing."""
-    if not ops.is_op(node) or ops.is_view(node.target):  # pyright: ignore[reportArgumentType]
+    if node.op != "call_function" or node.target is operator.getitem or ops.is_view(node.target):  # pyright: ignore
         return Traffic()
-    name = _torch.packet_name(node.target)
+    name = _torch.packet_name(node.target) if ops.is_op(node) else ""
     if name.startswith(("empty", "new_empty")):
         return Traffic()
     fresh = tensors_in(node.meta.get("val")) if not _returns_argument(node) else ()
@@ -112,7 +113,7 @@ def _written_nodes(node: fx.Node) -> list[fx.Node]:
 
 def _returns_argument(node: fx.Node) -> bool:
     """Whether what a node returns is what it has written to (`add_`), as opposed to something new beside it."""
-    return any(_torch.is_written(returned) for returned in _torch.schema(node.target).returns)
+    return ops.is_op(node) and any(_torch.is_written(returned) for returned in _torch.schema(node.target).returns)
 
 
 @dataclass(frozen=True)
@@ -146,8 +147,8 @@ class MemoryProfile:
 def profile_memory(graph: StepGraph) -> MemoryProfile:
     """Simulate the graph in its execution order: a value lives from the node that makes it to the last use of any alias.
 
-    Slots are alive throughout, what the graph returns to the end. Workspace that a kernel allocates for itself is not
-    known here and not counted.
+    Slots are alive throughout, what the graph returns to the end. Not known here and not counted: workspace that a
+    kernel allocates for itself, and what fused LSTM kernels on the CPU keep for their backward (its fake value is empty).
     """
     storages = _Storages.of(graph)
     live = {key: owner for key, owner in storages.owner.items() if owner.op == "placeholder"}
@@ -179,7 +180,9 @@ def profile_memory(graph: StepGraph) -> MemoryProfile:
 def _live_value(graph: StepGraph, owner: fx.Node, num_bytes: int) -> LiveValue:
     slot = graph.slot_of(owner)
     name = owner.name if slot is None else slot.id
-    return LiveValue(name, num_bytes, slot, owner.meta.get("phase") if slot is None else None, owner.meta.get("fqn", ""))
+    return LiveValue(
+        name, num_bytes, slot, owner.meta.get("phase") if slot is None else None, owner.meta.get("fqn", "")
+    )
 
 
 @dataclass

@@ -107,10 +107,14 @@ class StepGraph:
 
     def placeholder(self, slot_id: str) -> fx.Node:
         """The input node of a slot; raises `GraphError` for an unknown slot."""
-        for node in self.graph.nodes:
-            if node.op == "placeholder" and self.slots[node.name].id == slot_id:
-                return node
-        raise GraphError(f"no slot '{slot_id}' in this graph; its slots are listed by print(graph)")
+        found = self.placeholders().get(slot_id)
+        if found is None:
+            raise GraphError(f"no slot '{slot_id}' in this graph; its slots are listed by print(graph)")
+        return found
+
+    def placeholders(self) -> dict[str, fx.Node]:
+        """All input nodes by slot id, in input order."""
+        return {self.slots[node.name].id: node for node in self.graph.nodes if node.op == "placeholder"}
 
     def slot_of(self, node: fx.Node) -> Slot | None:
         """The slot of an input node, None for any other node."""
@@ -171,14 +175,36 @@ class StepGraph:
         node.meta["phase"] = phase or like.meta.get("phase", Phase.FORWARD)
         return node
 
-    def replace(self, old: fx.Node, new: fx.Node) -> None:
-        """Let every user of `old` read `new`, hand over what `old` stood for, and erase `old`."""
-        for key in ("origins", "gradient_of"):
-            merged = (*new.meta.get(key, ()), *old.meta.get(key, ()))
-            if merged:
-                new.meta[key] = tuple(dict.fromkeys(merged))
-        old.replace_all_uses_with(new)
-        self.graph.erase_node(old)
+    def replace(self, replacements: Mapping[fx.Node, fx.Node]) -> None:
+        """Let users of each key read its value instead, hand over what the keys stood for, and erase the keys.
+
+        Values may be keys themselves (the chain is followed). One sweep, however many nodes are replaced.
+
+        ```
+        graph.replace({detach: x, t_2: x})       #  mm(detach, t_2)  ->  mm(x, x)
+        ```
+        """
+        if not replacements:
+            return
+        final = {old: self._follow(replacements, old) for old in replacements}
+        for node in self.graph.nodes:
+            if node not in final and any(source in final for source in node.all_input_nodes):
+                node.args = fx.node.map_arg(node.args, lambda source: final.get(source, source))
+                node.kwargs = fx.node.map_arg(node.kwargs, lambda source: final.get(source, source))
+        for old, new in final.items():
+            for key in ("origins", "gradient_of"):
+                merged = (*new.meta.get(key, ()), *old.meta.get(key, ()))
+                if merged:
+                    new.meta[key] = tuple(dict.fromkeys(merged))
+        for node in reversed(self.nodes):
+            if node in final:
+                self.graph.erase_node(node)
+
+    @staticmethod
+    def _follow(replacements: Mapping[fx.Node, fx.Node], node: fx.Node) -> fx.Node:
+        while node in replacements:
+            node = replacements[node]
+        return node
 
     def set_returned(
         self,

@@ -27,15 +27,17 @@ class CommonSubexpressions(Pass):
 
     def apply(self, graph: StepGraph) -> StepGraph:
         seen: dict[Any, fx.Node] = {}
+        replacements: dict[fx.Node, fx.Node] = {}
         for node in graph.nodes:
             if node.op != "call_function" or ops.has_effect(node) or _is_uninitialised(node):
                 continue
             free = not isinstance(node.meta["val"], torch.Tensor) or ops.is_view(node.target)  # pyright: ignore
             phase: Phase | None = None if free or self.across_phases else node.meta["phase"]
-            key = (phase, node.target, _freeze(node.args), _freeze(node.kwargs))
+            key = (phase, node.target, _freeze(node.args, replacements), _freeze(node.kwargs, replacements))
             earlier = seen.setdefault(key, node)
             if earlier is not node:
-                graph.replace(node, earlier)
+                replacements[node] = earlier
+        graph.replace(replacements)
         return graph
 
 
@@ -44,14 +46,16 @@ def _is_uninitialised(node: fx.Node) -> bool:
     return str(node.target).startswith(("aten.empty", "aten.new_empty"))
 
 
-def _freeze(value: Any) -> Any:
-    """A hashable key in which 1, 1.0 and True are three different things."""
+def _freeze(value: Any, replacements: dict[fx.Node, fx.Node]) -> Any:
+    """A hashable key in which 1, 1.0 and True are three different things and merged nodes are one."""
+    if isinstance(value, fx.Node):
+        return replacements.get(value, value)
     if isinstance(value, (list, tuple)):
-        return tuple(_freeze(item) for item in value)
+        return tuple([_freeze(item, replacements) for item in value])
     if isinstance(value, dict):
-        return tuple((key, _freeze(item)) for key, item in value.items())
+        return tuple([(key, _freeze(item, replacements)) for key, item in value.items()])
     if isinstance(value, slice):
-        return ("slice", _freeze(value.start), _freeze(value.stop), _freeze(value.step))
+        return ("slice", *(_freeze(part, replacements) for part in (value.start, value.stop, value.step)))
     if isinstance(value, float):
         return (float, value.hex())
     return (type(value), value)

@@ -24,6 +24,7 @@ def run_passes(graph: StepGraph, passes: Iterable[Pass], *, dump_dir: Path | Non
     """
     pipeline = list(passes)
     _check_order(graph, pipeline)
+    graph.verify()
     for item in pipeline:
         graph = _run_one(graph, item, dump_dir)
     return graph
@@ -33,7 +34,6 @@ def _run_one(graph: StepGraph, item: Pass, dump_dir: Path | None) -> StepGraph:
     if item.needs_functional and not graph.is_functional:
         raise PassError(f"pass '{item.name}' needs a functional graph and must come before 'reinplace'")
     graph.eliminate_dead_code()
-    graph.verify()
     before, num_ops_before = str(graph) if dump_dir else "", graph.num_ops
     started = time.perf_counter()
     result = item.apply(graph)

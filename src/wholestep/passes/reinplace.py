@@ -45,12 +45,15 @@ class Reinplace(Pass):
     name: ClassVar[str] = "reinplace"
 
     def apply(self, graph: StepGraph) -> StepGraph:
-        updated = {graph.placeholder(slot_id): value for slot_id, value in graph.updates.items()}
-        _clone_old_values(graph, set(updated))
-        memory = _Memory.of(graph, set(updated))
+        slots = graph.placeholders()
+        updated = {slots[slot_id] for slot_id in graph.updates}
+        _clone_old_values(graph, updated)
+        memory = _Memory.of(graph, updated)
+        overwritten: dict[fx.Node, fx.Node] = {}
         for node in graph.nodes:
             if node.op == "call_function":
-                _try_in_place(graph, memory, node)
+                _try_in_place(memory, node, overwritten)
+        graph.replace(overwritten)
         _write_updates(graph, memory)
         _clone_outputs_in_slots(graph, memory)
         graph.set_returned(updates={})
@@ -71,29 +74,35 @@ class _Memory:
     parent: dict[int, int] = field(default_factory=dict)
     last_read: dict[int, int] = field(default_factory=dict)
     slots: dict[int, fx.Node] = field(default_factory=dict)
+    _keys: dict[fx.Node, tuple[int, ...]] = field(default_factory=dict)
 
     @staticmethod
     def of(graph: StepGraph, updated: set[fx.Node]) -> _Memory:
         memory = _Memory({node: index for index, node in enumerate(graph.nodes)}, updated)
         for node, index in memory.position.items():
-            for key in storage_keys(node):
+            for key in memory.keys(node):
                 memory.parent.setdefault(key, key)
-            if node.op == "placeholder" and storage_keys(node):
+            if node.op == "placeholder" and memory.keys(node):
                 memory.slots[memory.root(node)] = node
             if ops.is_op(node) and ops.is_view(node.target):  # pyright: ignore[reportArgumentType]
                 memory._merge_view(node)
             for source in node.all_input_nodes:
-                for key in storage_keys(source):
+                for key in memory.keys(source):
                     memory.last_read[memory._find(key)] = index
         return memory
 
+    def keys(self, node: fx.Node) -> tuple[int, ...]:
+        if node not in self._keys:
+            self._keys[node] = storage_keys(node)
+        return self._keys[node]
+
     def root(self, node: fx.Node) -> int:
         """The storage class of a single-tensor node."""
-        [key] = storage_keys(node)
+        [key] = self.keys(node)
         return self._find(key)
 
     def roots(self, node: fx.Node) -> set[int]:
-        return {self._find(key) for key in storage_keys(node)}
+        return {self._find(key) for key in self.keys(node)}
 
     def merge(self, value: fx.Node, into: fx.Node) -> None:
         """`value` now lives in `into`'s memory."""
@@ -119,7 +128,7 @@ class _Memory:
         if not sources:
             return
         root = self.root(sources[0])
-        for key in storage_keys(node):
+        for key in self.keys(node):
             found = self._find(key)
             if found != root:
                 self.parent[found] = root
@@ -138,8 +147,11 @@ def _tensors(value: Any) -> Iterator[torch.Tensor]:
             yield from _tensors(item)
 
 
-def _try_in_place(graph: StepGraph, memory: _Memory, node: fx.Node) -> None:
-    """Swap `node` for its in-place twin if everything it would overwrite is dead."""
+def _try_in_place(memory: _Memory, node: fx.Node, overwritten: dict[fx.Node, fx.Node]) -> None:
+    """Swap `node` for its in-place twin if everything it would overwrite is dead.
+
+    Foreach and fused twins return nothing: what reads their results is to read the overwritten arguments instead.
+    """
     twin = ops.in_place_twin(node.target) if _is_exact(node) else None  # pyright: ignore[reportArgumentType]
     if twin is None:
         return
@@ -151,7 +163,12 @@ def _try_in_place(graph: StepGraph, memory: _Memory, node: fx.Node) -> None:
     if len({memory.root(source) for source, _ in written}) != len(written):
         return
     if not _torch.schema(twin).returns:
-        _call_for_effect(graph, memory, node, twin, written)
+        for source, result in written:
+            if result is not None:
+                memory.merge(result, source)
+                overwritten[result] = source
+        node.target = twin
+        node.meta["val"] = None
         return
     [(source, _)] = written
     node.target = twin
@@ -229,22 +246,9 @@ def _overlaps_itself(value: torch.Tensor) -> bool:
     return False
 
 
-def _call_for_effect(
-    graph: StepGraph, memory: _Memory, node: fx.Node, twin: Any, written: list[tuple[fx.Node, fx.Node | None]]
-) -> None:
-    """Foreach and fused twins return nothing: readers of their results read the overwritten arguments instead."""
-    for source, result in written:
-        if result is not None:
-            memory.merge(result, source)
-            graph.replace(result, source)
-    for user in list(node.users):
-        graph.graph.erase_node(user)
-    node.target = twin
-    node.meta["val"] = None
-
-
 def _clone_old_values(graph: StepGraph, updated: set[fx.Node]) -> None:
     """Old values of updated slots that are handed out, or written to another slot, are copied before the overwrite."""
+    slots = graph.placeholders()
     owners = {_torch.storage_key(slot.meta["val"]): slot for slot in updated}
     clones: dict[fx.Node, fx.Node] = {}
 
@@ -260,7 +264,7 @@ def _clone_old_values(graph: StepGraph, updated: set[fx.Node]) -> None:
 
     graph.set_returned(
         outputs=tuple(protect(value) for value in graph.outputs),
-        updates={slot_id: protect(value, graph.placeholder(slot_id)) for slot_id, value in graph.updates.items()},
+        updates={slot_id: protect(value, slots[slot_id]) for slot_id, value in graph.updates.items()},
         results={slot_id: protect(value) for slot_id, value in graph.results.items()},
     )
 
@@ -274,16 +278,15 @@ def _after(graph: StepGraph, node: fx.Node) -> dict[str, fx.Node]:
 
 def _write_updates(graph: StepGraph, memory: _Memory) -> None:
     """Updates that do not sit in their slot yet are copied there, as soon as the old value is no longer read."""
-    by_position = graph.nodes
-    index_of = {node: index for index, node in enumerate(by_position)}
-    alive = set(by_position)
-    original = sorted(memory.position, key=memory.position.__getitem__)
+    slots = graph.placeholders()
+    index_of = {node: index for index, node in enumerate(graph.nodes)}
+    original = list(memory.position)
     for slot_id, value in graph.updates.items():
-        slot = graph.placeholder(slot_id)
+        slot = slots[slot_id]
         if memory.root(value) == memory.root(slot) and _same_place(value, slot):
             continue
         last = memory.last_read.get(memory.root(slot), -1)
-        reader = next((node for node in reversed(original[: last + 1]) if node in alive), slot)
+        reader = next((node for node in reversed(original[: last + 1]) if node in index_of), slot)
         after = max(value, reader, key=index_of.__getitem__)
         if after.op == "placeholder":
             graph.insert(aten.copy_.default, (slot, value), like=value, **_after(graph, after))
@@ -307,7 +310,7 @@ def _clone_outputs_in_slots(graph: StepGraph, memory: _Memory) -> None:
     output = graph.output_node
 
     def protect(value: Any) -> Any:
-        if not isinstance(value, fx.Node) or value not in memory.position or len(storage_keys(value)) != 1:
+        if not isinstance(value, fx.Node) or value not in memory.position or len(memory.keys(value)) != 1:
             return value
         slot = memory.slots.get(memory.root(value))
         if slot is None or slot not in memory.updated:

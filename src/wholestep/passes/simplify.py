@@ -30,17 +30,19 @@ class Simplify(Pass):
     def apply(self, graph: StepGraph) -> StepGraph:
         returned = _alias_closure_of_output(graph)
         seen: dict[tuple[Any, ...], fx.Node] = {}
+        replacements: dict[fx.Node, fx.Node] = {}
         for node in graph.nodes:
             if node.op not in ("placeholder", "call_function") or not isinstance(node.meta.get("val"), torch.Tensor):
                 continue
             source = _copied_value(graph, node)
             if source is not None and node not in returned:
-                graph.replace(node, source)
+                replacements[node] = source
                 continue
             key = _geometry(node.meta["val"])
             earlier = seen.setdefault(key, node)
             if earlier is not node and node.op == "call_function" and ops.is_view(node.target):  # pyright: ignore
-                graph.replace(node, earlier)
+                replacements[node] = earlier
+        graph.replace(replacements)
         return graph
 
 

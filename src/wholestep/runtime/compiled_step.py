@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import gc
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Generator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -33,6 +35,18 @@ class StepOptions:
     cache_size: int = 16
     recompile_warning: int = 8
     dump_dir: Path | None = None
+
+
+@contextlib.contextmanager
+def _garbage_collection_paused() -> Generator[None]:
+    """Compiling makes very many long-lived objects; walking them over and over frees nothing and takes its time."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
 
 
 class CompiledStep:
@@ -122,9 +136,10 @@ class CompiledStep:
 
     def _compile(self, call: Call, reason: str | None) -> Specialization:
         started = time.perf_counter()
-        captured = self._capture(call)
-        graph = run_passes(captured.graph, self.options.pipeline, dump_dir=self.options.dump_dir)
-        fresh = Specialization(captured, graph, call)
+        with _garbage_collection_paused():
+            captured = self._capture(call)
+            graph = run_passes(captured.graph, self.options.pipeline, dump_dir=self.options.dump_dir)
+            fresh = Specialization(captured, graph, call)
         self._num_captures += 1
         self._remember(fresh)
         self._log(fresh, reason, time.perf_counter() - started)

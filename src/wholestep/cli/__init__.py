@@ -1,0 +1,35 @@
+"""The command line: `wholestep <command>`. Exit codes: 0 fine, 1 a check failed, 2 wrong usage."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+
+from wholestep._version import __version__
+from wholestep.cli import demo
+from wholestep.errors import WholestepError
+
+EXIT_FAILED = 1
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command and return its exit code."""
+    try:
+        options = _parser().parse_args(argv)
+    except SystemExit as request:
+        # argparse leaves this way after --help (0) and after wrong usage (2).
+        return request.code if isinstance(request.code, int) else EXIT_FAILED
+    try:
+        return options.run(options)
+    except WholestepError as error:
+        print(f"wholestep: {error}", file=sys.stderr)
+        return EXIT_FAILED
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="wholestep", description="Compile a whole PyTorch training step.")
+    parser.add_argument("--version", action="version", version=f"wholestep {__version__}")
+    commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
+    demo.add_parser(commands)
+    return parser

@@ -1,0 +1,56 @@
+"""Progress on stderr: a bar on a terminal, a few plain lines elsewhere."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import time
+from collections.abc import Callable, Generator
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+from wholestep._settings import Settings
+
+_NUM_PLAIN_LINES = 8
+
+
+@contextlib.contextmanager
+def training_progress(title: str, num_steps: int) -> Generator[Callable[[float], None]]:
+    """Yields what to call with the loss after each step. `WHOLESTEP_PROGRESS` switches it off, or forces the bar."""
+    wanted = Settings.from_environ().progress
+    console = Console(file=sys.stderr, force_terminal=True if wanted else None)
+    if wanted is False:
+        yield lambda loss: None
+    elif console.is_terminal:
+        with _bar(title, num_steps, console) as on_step:
+            yield on_step
+    else:
+        yield _plain_lines(title, num_steps)
+
+
+@contextlib.contextmanager
+def _bar(title: str, num_steps: int, console: Console) -> Generator[Callable[[float], None]]:
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TextColumn("loss {task.fields[loss]}"),
+        TimeRemainingColumn(),
+    )
+    with Progress(*columns, console=console) as progress:
+        task = progress.add_task(title, total=num_steps, loss="–")
+        yield lambda loss: progress.update(task, advance=1, loss=f"{loss:.4f}")
+
+
+def _plain_lines(title: str, num_steps: int) -> Callable[[float], None]:
+    started, done = time.perf_counter(), 0
+
+    def on_step(loss: float) -> None:
+        nonlocal done
+        done += 1
+        if done == num_steps or done % max(1, num_steps // _NUM_PLAIN_LINES) == 0:
+            elapsed_s = time.perf_counter() - started
+            print(f"{title}: step {done} of {num_steps}, loss {loss:.4f}, {elapsed_s:.0f} s", file=sys.stderr)
+
+    return on_step

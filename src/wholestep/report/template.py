@@ -1,0 +1,179 @@
+"""The page: style and Jinja template. Everything a browser needs is in these two strings."""
+
+from __future__ import annotations
+
+STYLE = """
+:root {
+  color-scheme: light dark;
+  --page: #f6f7f9; --surface: #ffffff; --ink: #1b2230; --soft: #5b6577; --line: #dfe3ea; --track: #e9ecf1;
+  --accent: #3567d6; --forward: #3567d6; --backward: #c25a17; --comm: #7d4fc4; --optimizer: #15805c;
+  --floor: #8a94a6; --code: #f1f3f7;
+}
+@media (prefers-color-scheme: dark) {
+  :root {
+    --page: #12151b; --surface: #1a1f28; --ink: #e6e9ef; --soft: #9aa5b8; --line: #2c3340; --track: #28303c;
+    --accent: #7ba4ff; --forward: #7ba4ff; --backward: #f0935a; --comm: #b796f5; --optimizer: #4fc79b;
+    --floor: #7d889b; --code: #141922;
+  }
+}
+* { box-sizing: border-box; }
+body {
+  margin: 0; background: var(--page); color: var(--ink);
+  font: 15px/1.55 system-ui, -apple-system, "Segoe UI", Roboto, "DejaVu Sans", sans-serif;
+}
+main, header { max-width: 1060px; margin: 0 auto; padding: 0 24px; }
+header { padding-top: 40px; }
+h1 { margin: 0; font-size: 30px; line-height: 1.2; letter-spacing: -0.01em; }
+header p { margin: 6px 0 0; color: var(--soft); }
+nav ul { display: flex; flex-wrap: wrap; gap: 4px 18px; padding: 0; margin: 18px 0 0; list-style: none; }
+a { color: var(--accent); text-underline-offset: 3px; }
+a:focus-visible, summary:focus-visible, .scroll:focus-visible { outline: 2px solid var(--accent); outline-offset: 2px; }
+.cards { display: grid; grid-template-columns: repeat(auto-fit, minmax(180px, 1fr)); gap: 12px; padding: 0; margin: 24px 0; }
+.cards > div { background: var(--surface); border: 1px solid var(--line); border-radius: 10px; padding: 14px 16px; }
+.cards dt { color: var(--soft); font-size: 13px; }
+.cards dd { margin: 2px 0 0; }
+.cards .value { font-size: 24px; font-weight: 650; line-height: 1.25; font-variant-numeric: tabular-nums; }
+.cards .note { color: var(--soft); font-size: 12.5px; line-height: 1.4; }
+section {
+  background: var(--surface); border: 1px solid var(--line); border-radius: 10px;
+  padding: 20px 24px 22px; margin: 0 0 16px;
+}
+h2 { margin: 0 0 10px; font-size: 19px; line-height: 1.3; }
+section > p { margin: 0 0 12px; max-width: 78ch; }
+.scroll { overflow-x: auto; }
+table { width: 100%; border-collapse: collapse; font-variant-numeric: tabular-nums; }
+table.narrow { max-width: 700px; }
+caption { caption-side: bottom; text-align: left; color: var(--soft); font-size: 13px; padding-top: 8px; }
+th, td { padding: 6px 0 6px 20px; text-align: right; white-space: nowrap; border-bottom: 1px solid var(--line); }
+th:first-child, td:first-child { text-align: left; padding-left: 0; }
+thead th { color: var(--soft); font-weight: 500; font-size: 13px; }
+tbody th { font-weight: 500; }
+tbody tr:last-child > * { border-bottom: 0; }
+tfoot > tr > * { font-weight: 650; border-bottom: 0; border-top: 2px solid var(--line); }
+.bar { display: inline-flex; align-items: center; gap: 10px; justify-content: flex-end; }
+.track { display: inline-block; width: 92px; height: 8px; border-radius: 4px; background: var(--track); overflow: hidden; }
+.fill { display: block; height: 100%; border-radius: 4px; background: var(--accent); }
+.bar .text { min-width: 48px; }
+.fill.forward, .key.forward { background: var(--forward); }
+.fill.backward, .key.backward { background: var(--backward); }
+.fill.comm, .key.comm { background: var(--comm); }
+.fill.optimizer, .key.optimizer { background: var(--optimizer); }
+figure { margin: 4px 0 14px; }
+figtable.narrow { max-width: 700px; }
+caption { color: var(--soft); font-size: 13px; margin-top: 4px; }
+svg { display: block; width: 100%; height: auto; }
+svg text { font-size: 12px; fill: var(--soft); font-variant-numeric: tabular-nums; }
+svg .label { fill: var(--ink); }
+svg .strong { font-weight: 650; }
+svg .halo { paint-order: stroke; stroke: var(--surface); stroke-width: 4px; stroke-linejoin: round; }
+svg .on-strip { fill: var(--surface); font-weight: 600; }
+svg .grid { stroke: var(--line); }
+svg .axis { stroke: var(--soft); }
+svg .area { fill: var(--accent); opacity: 0.22; }
+svg .edge { fill: none; stroke: var(--accent); stroke-width: 1.5; stroke-linejoin: round; }
+svg .strip { fill: var(--accent); }
+svg .area.forward, svg .strip.forward { fill: var(--forward); }
+svg .area.backward, svg .strip.backward { fill: var(--backward); }
+svg .area.comm, svg .strip.comm { fill: var(--comm); }
+svg .area.optimizer, svg .strip.optimizer { fill: var(--optimizer); }
+svg .edge.forward { stroke: var(--forward); }
+svg .edge.backward { stroke: var(--backward); }
+svg .edge.comm { stroke: var(--comm); }
+svg .edge.optimizer { stroke: var(--optimizer); }
+svg .floor { fill: var(--floor); opacity: 0.35; }
+svg .floor-edge { stroke: var(--floor); stroke-dasharray: 5 4; }
+svg .peak { fill: var(--ink); stroke: var(--surface); stroke-width: 2; }
+svg .line { fill: none; stroke: var(--accent); stroke-width: 2; stroke-linejoin: round; stroke-linecap: round; }
+svg .line-0 { stroke: var(--backward); stroke-width: 6; opacity: 0.45; }
+svg .line-1 { stroke: var(--forward); stroke-width: 1.8; }
+details > summary { cursor: pointer; font-weight: 500; }
+pre {
+  margin: 12px 0 0; padding: 14px 16px; max-height: 70vh; overflow: auto; border-radius: 8px;
+  background: var(--code); border: 1px solid var(--line); tab-size: 4;
+  font: 12.5px/1.5 ui-monospace, "SF Mono", Consolas, "DejaVu Sans Mono", monospace;
+}
+@media (max-width: 640px) { main, header { padding-left: 14px; padding-right: 14px; } section { padding: 16px; } }
+@media print { body { background: none; } section, .cards > div { break-inside: avoid; } nav { display: none; } }
+"""
+
+PAGE = """{% macro cell(value) %}
+{% if value is bar %}
+<span class="bar"><span class="track" aria-hidden="true"><span class="fill {{ value.tone }}" \
+style="width:{{ '%.1f'|format([0, [value.fraction, 1]|min]|max * 100) }}%"></span></span>\
+<span class="text">{{ value.text }}</span></span>
+{%- else %}{{ value }}{% endif %}
+{% endmacro %}
+{% macro row(cells) %}
+<tr>
+{% for value in cells %}
+{% if loop.first %}<th scope="row">{{ value }}</th>{% else %}<td>{{ cell(value)|trim }}</td>{% endif %}
+
+{% endfor %}
+</tr>
+{% endmacro %}
+{% macro table(block, title) %}
+<div class="scroll" tabindex="0" role="region" aria-label="{{ title }}, table">
+<table{% if block.columns|length <= 4 %} class="narrow"{% endif %}>
+{% if block.caption %}<caption>{{ block.caption }}</caption>{% endif %}
+
+<thead><tr>{% for name in block.columns %}<th scope="col">{{ name }}</th>{% endfor %}</tr></thead>
+<tbody>
+{% for cells in block.rows %}{{ row(cells) }}{% endfor %}
+</tbody>
+{% if block.total %}<tfoot>
+{{ row(block.total) }}</tfoot>{% endif %}
+
+</table>
+</div>
+{% endmacro %}
+<!doctype html>
+<html lang="en">
+<head>
+<meta charset="utf-8">
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<title>{{ report.title }} – wholestep report</title>
+<style>{{ style|safe }}</style>
+</head>
+<body>
+<header>
+<h1>{{ report.title }}</h1>
+<p>{{ report.subtitle }}</p>
+<nav aria-label="Sections"><ul>
+{% for section in report.sections %}
+<li><a href="#{{ section.slug }}">{{ section.title }}</a></li>
+{% endfor %}
+</ul></nav>
+</header>
+<main>
+<dl class="cards">
+{% for card in report.cards %}
+<div><dt>{{ card.label }}</dt><dd class="value">{{ card.value }}</dd>\
+{% if card.note %}<dd class="note">{{ card.note }}</dd>{% endif %}</div>
+{% endfor %}
+</dl>
+{% for section in report.sections %}
+<section id="{{ section.slug }}" aria-labelledby="{{ section.slug }}-title">
+<h2 id="{{ section.slug }}-title">{{ section.title }}</h2>
+{% for block in section.blocks %}
+{% if kind(block) == "Prose" %}
+<p>{{ block.text }}</p>
+{% elif kind(block) == "Table" %}
+{{ table(block, section.title) }}
+{% elif kind(block) == "Figure" %}
+<figure>
+{{ block.svg }}
+{% if block.caption %}<figcaption>{{ block.caption }}</figcaption>{% endif %}
+
+</figure>
+{% elif kind(block) == "Code" %}
+<details><summary>{{ block.summary }}</summary>
+<pre tabindex="0"><code>{{ block.text }}</code></pre>
+</details>
+{% endif %}
+{% endfor %}
+</section>
+{% endfor %}
+</main>
+</body>
+</html>
+"""
