@@ -81,9 +81,7 @@ class Settings:
         "every pass writes the graph before and after it, and their difference, there",
         unset="nothing is written",
     )
-    cache_size: int = _setting(
-        "CACHE_SIZE", 16, _whole_number(1), "how many specialisations of one step are kept"
-    )
+    cache_size: int = _setting("CACHE_SIZE", 16, _whole_number(1), "how many specialisations of one step are kept")
     recompile_warning: int = _setting(
         "RECOMPILE_WARNING", 8, _whole_number(1), "warn once a step has been recompiled this many times"
     )
@@ -126,9 +124,7 @@ def _parse(name: str, text: str, kind: _Kind) -> Any:
     try:
         return kind.parse(text)
     except ValueError:
-        raise SettingsError(
-            f"{name}={text!r} is not allowed: set it to {kind.allowed}, or unset it"
-        ) from None
+        raise SettingsError(f"{name}={text!r} is not allowed: set it to {kind.allowed}, or unset it") from None
 
 
 def describe() -> str:

@@ -1,3 +1,4 @@
+# pyright: reportPrivateUsage=false, reportPrivateImportUsage=false
 """The one file that touches what PyTorch keeps private.
 
 Each entry says why it is needed. Seen working with torch 2.11 and 2.13 (the supported range is 2.11 to 2.13); when a
@@ -44,8 +45,9 @@ from torch.fx.experimental.symbolic_shapes import (
     ShapeEnv,
     StatelessSymbolicContext,
 )
+from torch.fx.node import _side_effectful_functions
 from torch.optim.optimizer import Optimizer
-from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 __all__ = [
     "DATA_DEPENDENT_ERRORS",
@@ -54,6 +56,7 @@ __all__ = [
     "FunctionalTensor",
     "FunctionalTensorMode",
     "ShapeEnv",
+    "TorchDispatchMode",
 ]
 
 # Raised by fake tensors and symbolic shapes when Python asks for a value that only exists at run time.
@@ -111,7 +114,7 @@ def size_assumptions(mode: FakeTensorMode) -> list[tuple[str, Callable[[int], bo
     env = _shape_env(mode)
     assumptions = [guard.expr for guard in env.guards]
     assumptions += [sympy.Eq(symbol, value) for symbol, value in env.replacements.items()]
-    backed = set(env.backed_var_to_val if hasattr(env, "backed_var_to_val") else env.var_to_val)
+    backed = set(vars(env).get("backed_var_to_val") or vars(env)["var_to_val"])  # renamed in 2.12
 
     def holds(assumption: Any, size: int) -> bool:
         value = assumption.subs(dict.fromkeys(assumption.free_symbols & backed, size))
@@ -140,6 +143,11 @@ def storage_key(tensor: torch.Tensor) -> int:
 def to_functional(tensor: torch.Tensor) -> torch.Tensor:
     """Wrap for functionalisation: in-place ops on the result are recorded as new values."""
     return FunctionalTensor.to_functional(tensor)
+
+
+def mark_as_parameter(tensor: torch.Tensor) -> None:
+    """Make `isinstance(tensor, torch.nn.Parameter)` true for a traced tensor."""
+    tensor._is_param = True  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def from_functional(tensor: torch.Tensor) -> torch.Tensor:
@@ -202,7 +210,7 @@ def call_with_symbolic_sizes(function: Callable[..., Any], args: tuple[Any, ...]
 
 @contextlib.contextmanager
 def _batch_size_choices(enabled: bool) -> Generator[None]:
-    """Switch the convolution backends that are chosen by batch size (torch.backends.mkldnn.flags warns on CPU builds)."""
+    """Switch convolution backends that are chosen by batch size (torch.backends.mkldnn.flags warns on CPU builds)."""
     previous = torch._C._get_mkldnn_enabled()
     with torch.backends.nnpack.flags(enabled=enabled):
         torch._C._set_mkldnn_enabled(previous and enabled)
@@ -215,8 +223,8 @@ def _batch_size_choices(enabled: bool) -> Generator[None]:
 def trace(function: Callable[[], Any], mode: FakeTensorMode, *, symbolic_sizes: bool) -> fx.GraphModule:
     """Run `function` and record every aten op it reaches, below autograd, as one FX graph.
 
-    Convolutions ask for the batch size to choose a backend, which would pin a symbolic one to a range; as the ops of the
-    graph choose again when they run, the choice is switched off while sizes are symbolic.
+    Convolutions ask for the batch size to choose a backend, which would pin a symbolic one to a range; as the ops
+    of the graph choose again when they run, the choice is switched off while sizes are symbolic.
     """
     with (
         mode,
@@ -259,8 +267,6 @@ def _remembered_size_arithmetic() -> Callable[..., Any]:
         return known[key]
 
     return dispatch
-
-
 
 
 def link_backward(roots: list[Any]) -> None:
@@ -408,9 +414,24 @@ def overload_by_name(name: str, overload: str) -> Callable[..., Any] | None:
     return getattr(packet, overload) if packet is not None and overload in packet.overloads() else None
 
 
+def generated_bindings(target: Any) -> list[Callable[..., Any]]:
+    """Python bindings that torch generates for an operator's name; cheaper to call than the operator itself."""
+    name = packet_name(target)
+    if target.namespace != "aten":
+        return []
+    internal: Any = torch._C
+    places = (internal._VariableFunctions, torch.Tensor, internal._nn, internal._linalg, internal._fft)
+    return [getattr(place, name) for place in places if hasattr(place, name)]
+
+
+def direct_call(target: Any) -> Callable[..., Any]:
+    """An operator's C++ entry point, without the Python method around it."""
+    return target._op
+
+
 def has_side_effect(target: Any) -> bool:
     """Whether the op is registered as effectful: it acts on something that is not among its arguments."""
-    return not target._schema.returns or target in fx.node._side_effectful_functions
+    return not target._schema.returns or target in _side_effectful_functions
 
 
 _OPS = torch.library.Library("wholestep", "DEF")
@@ -427,8 +448,8 @@ def _bernoulli_like(like: torch.Tensor, p: float, *, generator: torch.Generator 
 _OPS.impl("bernoulli_like", _bernoulli_like, "CompositeExplicitAutograd")
 _OPS.impl("bernoulli_like", lambda like, p, *, generator=None: torch.empty_like(like), "Meta")
 
-# What `x.bernoulli_(p)` is as a function. Functionalisation turns it into `aten.bernoulli.p`, which fills memory in another
-# order when `x` is not contiguous: other dropout masks than eager.
+# What `x.bernoulli_(p)` is as a function. Functionalisation turns it into `aten.bernoulli.p`, which fills memory in
+# another order when `x` is not contiguous: other dropout masks than eager.
 BERNOULLI_LIKE = torch.ops.wholestep.bernoulli_like.default
 
 
@@ -440,11 +461,7 @@ def _register_missing_meta_kernels() -> None:
     for base in ("_fused_adam", "_fused_adamw", "_fused_sgd", "_fused_adagrad"):
         in_place = getattr(torch.ops.aten, base + "_").tensor_lr
         functional = getattr(torch.ops.aten, base).tensor_lr
-        written = [
-            index
-            for index, argument in enumerate(in_place._schema.arguments)
-            if is_written(argument)
-        ]
+        written = [index for index, argument in enumerate(in_place._schema.arguments) if is_written(argument)]
         names = [argument.name for argument in functional._schema.arguments]
 
         def allocate(*args: Any, _written: list[int] = written, _names: list[str] = names, **kwargs: Any) -> Any:

@@ -19,7 +19,7 @@ def compile(fn: Callable[..., Any]) -> CompiledStep: ...
 
 @overload
 def compile(
-    fn: None = None, *, dynamic_batch: bool | str = ..., verify: int = ..., passes: str | Pipeline | None = ...
+    fn: None = None, *, dynamic_batch: bool | str = ..., verify: int | None = ..., passes: str | Pipeline | None = ...
 ) -> Callable[[Callable[..., Any]], CompiledStep]: ...
 
 
@@ -28,7 +28,7 @@ def compile(
     fn: Callable[..., Any],
     *,
     dynamic_batch: bool | str = ...,
-    verify: int = ...,
+    verify: int | None = ...,
     passes: str | Pipeline | None = ...,
 ) -> CompiledStep: ...
 
@@ -42,8 +42,8 @@ def compile(
 ) -> Any:
     """Compile a whole training step: forward, loss, backward and optimizer become one graph.
 
-    `fn` is the train step you already have, with any arguments; it comes back as a callable of the same signature. Use it
-    as a decorator or as a function:
+    `fn` is the train step you already have, with any arguments; it comes back as a callable of the same signature.
+    Use it as a decorator or as a function:
 
         @wholestep.compile
         def train_step(model, optimizer, batch):
@@ -57,7 +57,8 @@ def compile(
         dynamic_batch: `"auto"` captures the first batch size as it is and switches to a symbolic one when another size
             comes along; `True` is symbolic from the start; `False` captures every size apart.
         verify: check the first N steps against eager and raise `VerificationError` naming what differs.
-        passes: the pass pipeline, as text (`"simplify,cse,reinplace"`) or as a `Pipeline`; `""` runs the graph as captured.
+        passes: the pass pipeline, as text (`"simplify,cse,reinplace"`) or as a `Pipeline`; `""` runs the graph as
+            captured.
 
     The first call captures; later calls run the graph. The returned value carries no autograd history.
     """

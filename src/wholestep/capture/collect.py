@@ -40,9 +40,7 @@ class Collected:
         return len(self.values) - 1
 
 
-def collect(
-    session: Session, found: Reachable, bindings: dict[str, binding.Binding], returned: Any
-) -> Collected:
+def collect(session: Session, found: Reachable, bindings: dict[str, binding.Binding], returned: Any) -> Collected:
     """Read back the returned tree, gradients, buffers, parameters and optimizer state of a finished trace."""
     result = _collect_outputs(session, returned)
     rebound = _collect_buffers(session, bindings, result)

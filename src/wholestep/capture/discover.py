@@ -1,4 +1,4 @@
-"""Finding the models and optimizers a train step works on: among its arguments, its closure, its globals, its `self`."""
+"""Finding the models and optimizers a train step works on: in its arguments, closure, globals and `self`."""
 
 from __future__ import annotations
 
@@ -124,7 +124,11 @@ def _free_variables(function: Callable[..., Any], depth: int) -> Iterator[tuple[
     for name, read in _outer_names(plain):
         yield name, read
         value = read()
-        if isinstance(value, (FunctionType, MethodType)) and value.__module__ == plain.__module__ and value is not plain:
+        if (
+            isinstance(value, (FunctionType, MethodType))
+            and value.__module__ == plain.__module__
+            and value is not plain
+        ):
             yield from _free_variables(value, depth - 1)
 
 

@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Generator, Sequence
-from typing import Any
+from typing import Any, cast
 from unittest import mock
 
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.autograd.profiler import record_function
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
@@ -46,7 +47,7 @@ _VALUE_ADVICE = (
 )
 _NO_SYMBOLIC_KERNEL = (F.pad, torch.constant_pad_nd)
 _OUT_OF_PLACE = (torch.bernoulli, torch.Tensor.bernoulli)
-_GRAD_GET = torch.Tensor.grad.__get__  # pyright: ignore[reportAttributeAccessIssue]
+_GRAD_GET: Any = vars(torch.Tensor.__mro__[1])["grad"].__get__
 
 
 class Interposer(TorchFunctionMode):
@@ -69,7 +70,7 @@ class Interposer(TorchFunctionMode):
                 advice=_VALUE_ADVICE,
             )
         args = self._with_twins(args)
-        kwargs = self._with_twins(kwargs or {})
+        kwargs = cast(dict[str, Any], self._with_twins(kwargs or {}))
         if func is _GRAD_GET:
             session.note_grad_read(args[0])
         result = self._call(func, args, kwargs)
@@ -111,8 +112,8 @@ def interposed(session: Session, module_names: dict[int, str]) -> Generator[None
         mock.patch.object(nn.Module, "zero_grad", _traced_zero_grad(session, nn.Module.zero_grad)),
         mock.patch.object(LRScheduler, "step", _refuse_scheduler),
         mock.patch.object(ReduceLROnPlateau, "step", _refuse_scheduler),
-        mock.patch.object(torch.autograd.profiler.record_function, "__enter__", lambda self: self),
-        mock.patch.object(torch.autograd.profiler.record_function, "__exit__", lambda self, *_: None),
+        mock.patch.object(record_function, "__enter__", return_value=None),
+        mock.patch.object(record_function, "__exit__", return_value=None),
         contextlib.ExitStack() as stack,
     ):
         for handle in (*_module_hooks(session, module_names), *_optimizer_hooks(session, stack)):

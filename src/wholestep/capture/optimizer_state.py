@@ -26,7 +26,9 @@ def initial_state(optimizer: Optimizer) -> State:
     """
     if not _torch.has_init_group(optimizer):
         return {}
-    fresh = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad and not optimizer.state[p]]
+    fresh = [
+        p for group in optimizer.param_groups for p in group["params"] if p.requires_grad and not optimizer.state[p]
+    ]
     for p in [p for p in optimizer.state if not optimizer.state[p]]:
         del optimizer.state[p]
     if not fresh:

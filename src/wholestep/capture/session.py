@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import re
-from collections.abc import Generator
+from collections.abc import Generator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -86,7 +86,7 @@ class Session:
         if real.requires_grad:
             twin.requires_grad_(True)
         if isinstance(real, nn.Parameter):
-            twin._is_param = True  # what isinstance(..., nn.Parameter) asks
+            _torch.mark_as_parameter(twin)
         return twin, node
 
     def adopt(self, real: torch.Tensor) -> torch.Tensor:
@@ -123,7 +123,7 @@ class Session:
             self.read_first.add(id(twin))
 
     @contextlib.contextmanager
-    def clearing_gradients(self, parameters: list[torch.Tensor]) -> Generator[None]:
+    def clearing_gradients(self, parameters: Sequence[torch.Tensor]) -> Generator[None]:
         """`zero_grad` runs inside: looking at a gradient in order to clear it does not count as reading it."""
         if not self._incoming_frozen:
             self.cleared_first |= {id(self.twins.get(id(p), p)) for p in parameters} - self.read_first

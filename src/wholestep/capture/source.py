@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import inspect
 import os
-import sys
 from types import FrameType, TracebackType
 
 from wholestep import _torch
@@ -25,7 +25,7 @@ def is_user_file(filename: str) -> bool:
 
 
 def _innermost_user_frame() -> FrameType | None:
-    frame: FrameType | None = sys._getframe(1)
+    frame = inspect.currentframe()
     while frame is not None and not is_user_file(frame.f_code.co_filename):
         frame = frame.f_back
     return frame

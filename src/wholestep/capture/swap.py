@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections import defaultdict
 from collections.abc import Callable, Generator
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -27,7 +27,9 @@ def lent_module(root: nn.Module, twin_of: Callable[[torch.Tensor], torch.Tensor]
         for module in root.modules()
     ]
     for module, _, parameters, buffers in kept:
-        _torch.own_parameters(module).update({name: twin_of(p) for name, p in parameters.items() if p is not None})
+        _torch.own_parameters(module).update(
+            {k: cast(nn.Parameter, twin_of(p)) for k, p in parameters.items() if p is not None}
+        )
         _torch.own_buffers(module).update({name: twin_of(b) for name, b in buffers.items() if b is not None})
     try:
         yield

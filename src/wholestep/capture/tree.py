@@ -70,16 +70,16 @@ def map_leaves(function: Callable[[Any], Any], value: Any) -> Any:
 
 def _close(value: Any, keys: tuple[Any, ...], children: list[Any]) -> Any:
     """A container like `value` with other children."""
-    kind = type(value)
+    kind: Any = type(value)
     if isinstance(value, tuple) and hasattr(value, "_fields"):
         return kind(*children)
     if kind in (list, tuple):
         return kind(children)
     if kind is dict:
         return dict(zip(keys, children, strict=True))
-    duplicate = copy.copy(value)
     if isinstance(value, (list, tuple)):
-        return kind(children)  # pyright: ignore[reportUnknownVariableType, reportCallIssue]
+        return kind(children)
+    duplicate: Any = copy.copy(value)
     if isinstance(value, Mapping):
         for key, child in zip(keys, children, strict=True):
             duplicate[key] = child

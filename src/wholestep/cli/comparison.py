@@ -15,6 +15,7 @@ from torch.optim import AdamW, Optimizer
 from torch.optim.lr_scheduler import CosineAnnealingLR
 
 import wholestep
+from wholestep._settings import Settings
 from wholestep.cost import measure_peak, profile_memory
 from wholestep.errors import WholestepError
 from wholestep.runtime import CompiledStep
@@ -115,9 +116,9 @@ def compare(
 
     Taking turns, and changing who goes first, lets whatever else the machine does slow down both alike.
     """
-    step = wholestep.compile(train_step)
-    if not isinstance(step, CompiledStep):
+    if Settings.from_environ().disable:
         raise WholestepError("there is nothing to compare with eager while WHOLESTEP_DISABLE is set; unset it")
+    step = wholestep.compile(train_step)
     eager = Side.of(train_step, copy.deepcopy(model), num_steps)
     compiled = Side.of(step, copy.deepcopy(model), num_steps)
     for number in range(num_steps):

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import fx
+from torch.fx.node import map_arg
 from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 
 from wholestep import _torch
@@ -66,7 +67,7 @@ def node_flops(node: fx.Node) -> int:
     formula = _formula(node.target) if ops.is_op(node) else None
     if formula is None:
         return 0
-    args, kwargs = fx.node.map_arg((node.args, node.kwargs), _stand_in)  # pyright: ignore[reportGeneralTypeIssues]
+    args, kwargs = map_arg((node.args, node.kwargs), _stand_in)  # pyright: ignore[reportGeneralTypeIssues]
     return int(formula(*args, **kwargs, out_val=_stand_in(node)))
 
 

@@ -46,8 +46,7 @@ def measure_peak(function: Callable[..., Any], *args: Any, held: Iterable[Any] =
     if devices:
         return _measure_cuda(function, args, kwargs, devices)
     tracker = _LiveStorages()
-    for tensor in tensors_of(owners):
-        tracker.watch(tensor)
+    tracker.watch_all(tensors_of(owners))
     held_bytes = tracker.live_bytes
     with tracker:
         result = function(*args, **kwargs)
@@ -96,6 +95,11 @@ class _LiveStorages(TorchDispatchMode):
         self.peak_bytes = 0
         self._watched: dict[int, weakref.ref[Any]] = {}
 
+    def watch_all(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Count several tensors; none of them is held on to."""
+        for tensor in tensors:
+            self.watch(tensor)
+
     def watch(self, tensor: torch.Tensor) -> None:
         """Count a tensor's storage, unless it is counted already, until it dies."""
         if tensor.layout is not torch.strided:
@@ -117,8 +121,7 @@ class _LiveStorages(TorchDispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         result = func(*args, **(kwargs or {}))
-        for tensor in _results(result):
-            self.watch(tensor)
+        self.watch_all(_results(result))
         return result
 
 

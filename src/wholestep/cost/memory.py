@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import fx
+from torch.fx.node import map_arg
 
 from wholestep import _torch
 from wholestep.graph import Phase, Slot, StepGraph, ops
@@ -96,7 +97,7 @@ def written_values(node: fx.Node) -> list[torch.Tensor]:
 
 def _argument_nodes(node: fx.Node, value: Any = None) -> list[fx.Node]:
     found: list[fx.Node] = []
-    fx.node.map_arg((node.args, node.kwargs) if value is None else value, lambda arg: found.append(arg) or arg)
+    map_arg((node.args, node.kwargs) if value is None else value, lambda arg: found.append(arg) or arg)
     return found
 
 
@@ -145,10 +146,11 @@ class MemoryProfile:
 
 
 def profile_memory(graph: StepGraph) -> MemoryProfile:
-    """Simulate the graph in its execution order: a value lives from the node that makes it to the last use of any alias.
+    """Simulate the graph in its execution order.
 
-    Slots are alive throughout, what the graph returns to the end. Not known here and not counted: workspace that a
-    kernel allocates for itself, and what fused LSTM kernels on the CPU keep for their backward (its fake value is empty).
+    A value lives from the node that makes it to the last use of any alias; slots live throughout, what the graph
+    returns to the end. Not known here and not counted: workspace that a kernel allocates for itself, and what fused
+    LSTM kernels on the CPU keep for their backward (its fake value is empty).
     """
     storages = _Storages.of(graph)
     live = {key: owner for key, owner in storages.owner.items() if owner.op == "placeholder"}

@@ -2,6 +2,6 @@
 
 from wholestep.graph.phase import Phase
 from wholestep.graph.slots import Slot, SlotKind
-from wholestep.graph.step_graph import PassRecord, StepGraph
+from wholestep.graph.step_graph import PassRecord, StepGraph, map_nodes, nodes_in
 
-__all__ = ["PassRecord", "Phase", "Slot", "SlotKind", "StepGraph"]
+__all__ = ["PassRecord", "Phase", "Slot", "SlotKind", "StepGraph", "map_nodes", "nodes_in"]

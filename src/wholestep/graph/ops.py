@@ -34,7 +34,7 @@ def is_op(node: fx.Node) -> bool:
 
 
 @functools.cache
-def is_view(target: Callable[..., Any]) -> bool:
+def is_view(target: Any) -> bool:
     """Whether the operator's result aliases an argument that it does not write to."""
     if not _torch.is_op_overload(target):
         return False
@@ -45,31 +45,27 @@ def is_view(target: Callable[..., Any]) -> bool:
 
 
 @functools.cache
-def is_random(target: Callable[..., Any]) -> bool:
+def is_random(target: Any) -> bool:
     """Whether the operator draws from a random number generator; its place in the stream must not change."""
     return _torch.is_op_overload(target) and torch.Tag.nondeterministic_seeded in _torch.tags(target)
 
 
 @functools.cache
-def is_collective(target: Callable[..., Any]) -> bool:
+def is_collective(target: Any) -> bool:
     """Whether the operator talks to other ranks (or waits for them)."""
     return _torch.is_op_overload(target) and "c10d" in _torch.namespace(target)
 
 
 @functools.cache
-def written_arguments(target: Callable[..., Any]) -> tuple[int, ...]:
+def written_arguments(target: Any) -> tuple[int, ...]:
     """Positions of the arguments that the operator writes to."""
     if not _torch.is_op_overload(target):
         return ()
-    return tuple(
-        index
-        for index, argument in enumerate(_torch.schema(target).arguments)
-        if _torch.is_written(argument)
-    )
+    return tuple(index for index, argument in enumerate(_torch.schema(target).arguments) if _torch.is_written(argument))
 
 
 @functools.cache
-def is_pure(target: Callable[..., Any]) -> bool:
+def is_pure(target: Any) -> bool:
     """Whether a call may be dropped when unused and merged with an equal one."""
     if not _torch.is_op_overload(target):
         return getattr(target, "__module__", None) in _PYTHON_MODULES
@@ -80,11 +76,11 @@ def is_pure(target: Callable[..., Any]) -> bool:
 
 def has_effect(node: fx.Node) -> bool:
     """Whether a node must stay where it is relative to other such nodes: randomness, collectives, writes, effects."""
-    return node.op == "call_function" and not is_pure(node.target)  # pyright: ignore[reportArgumentType]
+    return node.op == "call_function" and not is_pure(node.target)
 
 
 @functools.cache
-def in_place_twin(target: Callable[..., Any]) -> Callable[..., Any] | None:
+def in_place_twin(target: Any) -> Callable[..., Any] | None:
     """The operator that computes the same into its own arguments: `add.Tensor` -> `add_.Tensor`, or None.
 
     Only twins with the same arguments and no further write count, so that swapping the target is the whole rewrite.

@@ -9,12 +9,24 @@ from typing import Any
 
 import torch
 from torch import fx
+from torch.fx.node import map_arg
 
-from wholestep import _torch
 from wholestep.errors import GraphError
 from wholestep.graph import ops
 from wholestep.graph.phase import Phase
 from wholestep.graph.slots import Slot, SlotKind
+
+
+def map_nodes(value: Any, function: Callable[[fx.Node], Any]) -> Any:
+    """Nested arguments with each node in them exchanged for `function(node)`."""
+    return map_arg(value, function)
+
+
+def nodes_in(value: Any) -> list[fx.Node]:
+    """All nodes in nested arguments, with repetitions, in order."""
+    found: list[fx.Node] = []
+    map_arg(value, found.append)
+    return found
 
 
 @dataclass(frozen=True)
@@ -159,16 +171,17 @@ class StepGraph:
         ```
         graph.insert(aten.mul.Tensor, (x, 2.0), like=x, after=x)      #  mul = aten.mul.Tensor(x, 2.0)
         ```
-        Exactly one of `before` and `after` is given.
+        Exactly one of `before` and `after` is given; behind an input means behind all inputs.
         """
         assert (before is None) != (after is None), "give either before or after"
+        if after is not None and after.op == "placeholder":
+            before, after = next(node for node in self.nodes if node.op != "placeholder"), None
         place = self.graph.inserting_before(before) if before is not None else self.graph.inserting_after(after)
         with place:
             node = self.graph.call_function(target, args, kwargs or {})
-        values = fx.node.map_arg((args, kwargs or {}), lambda arg: arg.meta["val"])
-        assert isinstance(values, tuple)
+        fake_args, fake_kwargs = map_nodes((args, kwargs or {}), lambda source: source.meta["val"])
         with self.fake_mode, torch.no_grad():
-            node.meta["val"] = target(*values[0], **values[1])
+            node.meta["val"] = target(*fake_args, **fake_kwargs)
         for key in ("fqn", "source", "twin"):
             if key in like.meta:
                 node.meta[key] = like.meta[key]
@@ -189,8 +202,8 @@ class StepGraph:
         final = {old: self._follow(replacements, old) for old in replacements}
         for node in self.graph.nodes:
             if node not in final and any(source in final for source in node.all_input_nodes):
-                node.args = fx.node.map_arg(node.args, lambda source: final.get(source, source))
-                node.kwargs = fx.node.map_arg(node.kwargs, lambda source: final.get(source, source))
+                node.args = map_nodes(node.args, lambda source: final.get(source, source))
+                node.kwargs = map_nodes(node.kwargs, lambda source: final.get(source, source))
         for old, new in final.items():
             for key in ("origins", "gradient_of"):
                 merged = (*new.meta.get(key, ()), *old.meta.get(key, ()))

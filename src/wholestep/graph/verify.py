@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import fx
@@ -12,7 +12,7 @@ from wholestep import _torch
 from wholestep.errors import GraphError
 from wholestep.graph import ops
 from wholestep.graph.phase import Phase
-from wholestep.graph.step_graph import StepGraph
+from wholestep.graph.step_graph import StepGraph, map_nodes
 
 
 def verify_graph(graph: StepGraph, *, deep: bool = False) -> None:
@@ -47,7 +47,7 @@ def _verify_call(graph: StepGraph, node: fx.Node) -> None:
         raise GraphError(f"'{node.name}' ({node.target}) has no phase")
     if "val" not in node.meta:
         raise GraphError(f"'{node.name}' ({node.target}) has no fake value")
-    if graph.is_functional and ops.written_arguments(node.target):  # pyright: ignore[reportArgumentType]
+    if graph.is_functional and ops.written_arguments(node.target):
         raise GraphError(f"'{node.name}' ({node.target}) writes to its arguments in a functional graph")
     if node.target is operator.getitem:
         producer, index = node.args
@@ -70,14 +70,17 @@ def _verify_updates(graph: StepGraph) -> None:
 def _verify_values(graph: StepGraph) -> None:
     """Recompute each op on its arguments' fake values and compare the type of the result."""
     for node in graph.calls():
-        args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda arg: arg.meta["val"])  # pyright: ignore
-        if any(isinstance(value, (torch.SymInt, torch.SymFloat)) for value in _leaves((args, kwargs, node.meta["val"]))):
+        args, kwargs = map_nodes((node.args, node.kwargs), lambda arg: arg.meta["val"])
+        if any(
+            isinstance(value, (torch.SymInt, torch.SymFloat)) for value in _leaves((args, kwargs, node.meta["val"]))
+        ):
             continue
         with graph.fake_mode, torch.no_grad():
-            value = node.target(*args, **kwargs)  # pyright: ignore[reportCallIssue]
+            value = cast(Any, node.target)(*args, **kwargs)
         if describe(value) != describe(node.meta["val"]):
             raise GraphError(
-                f"'{node.name}' ({node.target}) yields {describe(value)}, its fake value says {describe(node.meta['val'])}"
+                f"'{node.name}' ({node.target}) yields {describe(value)}, but its fake value is "
+                f"{describe(node.meta['val'])}"
             )
 
 

@@ -14,7 +14,7 @@ from wholestep.graph import StepGraph
 class Pass(ABC):
     """One rewrite of a step graph.
 
-    Subclasses are frozen dataclasses whose fields are the pass's options (bool, int, float or str, each with a default).
+    Subclasses are frozen dataclasses; their fields are the pass's options (bool, int, float, str, with a default).
 
     - `name`: how pipelines spell it;
     - `requires`: passes that must have run on the graph before;

@@ -31,7 +31,7 @@ class CommonSubexpressions(Pass):
         for node in graph.nodes:
             if node.op != "call_function" or ops.has_effect(node) or _is_uninitialised(node):
                 continue
-            free = not isinstance(node.meta["val"], torch.Tensor) or ops.is_view(node.target)  # pyright: ignore
+            free = not isinstance(node.meta["val"], torch.Tensor) or ops.is_view(node.target)
             phase: Phase | None = None if free or self.across_phases else node.meta["phase"]
             key = (phase, node.target, _freeze(node.args, replacements), _freeze(node.kwargs, replacements))
             earlier = seen.setdefault(key, node)

@@ -1,6 +1,6 @@
 """Pipelines: a sequence of passes as data, which prints, parses and compares.
 
-    simplify,cse{across_phases=true},reinplace
+simplify,cse{across_phases=true},reinplace
 """
 
 from __future__ import annotations

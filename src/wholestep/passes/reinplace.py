@@ -19,15 +19,29 @@ import torch
 from torch import fx
 
 from wholestep import _torch
-from wholestep.graph import StepGraph, ops
+from wholestep.graph import StepGraph, nodes_in, ops
 from wholestep.passes.base import Pass, register
 from wholestep.passes.simplify import layout
 
 aten = torch.ops.aten
 
 # In-place kernels beyond pointwise ones that give bit for bit what the functional kernel gives.
-_ALSO_EXACT = ("_foreach_", "_fused_", "index_put", "index_add", "index_copy", "scatter", "masked_fill", "masked_scatter")
-_ALSO_EXACT += ("bernoulli", "uniform", "normal", "fill", "zero", "copy")
+_ALSO_EXACT = (
+    "_foreach_",
+    "_fused_",
+    "index_put",
+    "index_add",
+    "index_copy",
+    "scatter",
+    "masked_fill",
+    "masked_scatter",
+    "bernoulli",
+    "uniform",
+    "normal",
+    "fill",
+    "zero",
+    "copy",
+)
 
 
 @register
@@ -84,7 +98,7 @@ class _Memory:
                 memory.parent.setdefault(key, key)
             if node.op == "placeholder" and memory.keys(node):
                 memory.slots[memory.root(node)] = node
-            if ops.is_op(node) and ops.is_view(node.target):  # pyright: ignore[reportArgumentType]
+            if ops.is_op(node) and ops.is_view(node.target):
                 memory._merge_view(node)
             for source in node.all_input_nodes:
                 for key in memory.keys(source):
@@ -152,7 +166,7 @@ def _try_in_place(memory: _Memory, node: fx.Node, overwritten: dict[fx.Node, fx.
 
     Foreach and fused twins return nothing: what reads their results is to read the overwritten arguments instead.
     """
-    twin = ops.in_place_twin(node.target) if _is_exact(node) else None  # pyright: ignore[reportArgumentType]
+    twin = ops.in_place_twin(node.target) if _is_exact(node) else None
     if twin is None:
         return
     written = _written_values(node, twin)
@@ -188,7 +202,8 @@ def _written_values(node: fx.Node, twin: Any) -> list[tuple[fx.Node, fx.Node | N
     """
     schema = _torch.schema(twin)
     positions = ops.written_arguments(twin)
-    arguments = {schema.arguments[index].name: value for index, value in enumerate(node.args)} | dict(node.kwargs)
+    arguments: dict[str, Any] = {schema.arguments[index].name: value for index, value in enumerate(node.args)}
+    arguments |= node.kwargs
     if schema.returns:
         source = arguments.get(schema.arguments[positions[0]].name)
         return [(source, node)] if isinstance(source, fx.Node) and len(positions) == 1 else None
@@ -196,7 +211,7 @@ def _written_values(node: fx.Node, twin: Any) -> list[tuple[fx.Node, fx.Node | N
     pairs: list[tuple[fx.Node, fx.Node | None]] = []
     for output, position in enumerate(positions):
         name = schema.arguments[position].name
-        results = _items(node, output) if is_nested else {index: item for index, item in _items_of(node)}
+        results = _items(node, output) if is_nested else dict(_items_of(node))
         if name == "grads" and arguments.get("grad_scale") is None and not results:
             continue
         for index, source in enumerate(arguments.get(name, ())):
@@ -205,7 +220,8 @@ def _written_values(node: fx.Node, twin: Any) -> list[tuple[fx.Node, fx.Node | N
 
 
 def _items_of(node: fx.Node) -> list[tuple[int, fx.Node]]:
-    return [(user.args[1], user) for user in node.users if user.target is operator.getitem]  # pyright: ignore
+    indexed = [(ops.getitem_index(user), user) for user in node.users]
+    return [(index, user) for index, user in indexed if index is not None]
 
 
 def _items(node: fx.Node, output: int) -> dict[int, fx.Node]:
@@ -223,21 +239,17 @@ def _fits(memory: _Memory, node: fx.Node, source: fx.Node, result: fx.Node | Non
         return False
     root = memory.root(source)
     others = [other for other in node.all_input_nodes if other is not source and root in memory.roots(other)]
-    repeated = sum(argument is source for argument in _flat_arguments(node)) > 1
+    repeated = sum(argument is source for argument in nodes_in((node.args, node.kwargs))) > 1
     return not others and (not repeated or torch.Tag.pointwise in _torch.tags(node.target))
-
-
-def _flat_arguments(node: fx.Node) -> list[fx.Node]:
-    found: list[fx.Node] = []
-    fx.node.map_arg((node.args, node.kwargs), lambda argument: found.append(argument) or argument)
-    return found
 
 
 def _overlaps_itself(value: torch.Tensor) -> bool:
     """Whether two indices of a tensor may share an address (as in `expand`)."""
     extent = 1
-    pairs = sorted((_torch.optimization_hint(stride), _torch.optimization_hint(size))
-                   for stride, size in zip(value.stride(), value.shape, strict=True))
+    pairs = sorted(
+        (_torch.optimization_hint(stride), _torch.optimization_hint(size))
+        for stride, size in zip(value.stride(), value.shape, strict=True)
+    )
     for stride, size in pairs:
         if size > 1:
             if stride < extent:
@@ -259,7 +271,7 @@ def _clone_old_values(graph: StepGraph, updated: set[fx.Node]) -> None:
         if owner is None or value is target:
             return value
         if value not in clones:
-            clones[value] = graph.insert(aten.clone.default, (value,), like=value, **_after(graph, value))
+            clones[value] = graph.insert(aten.clone.default, (value,), like=value, after=value)
         return clones[value]
 
     graph.set_returned(
@@ -267,13 +279,6 @@ def _clone_old_values(graph: StepGraph, updated: set[fx.Node]) -> None:
         updates={slot_id: protect(value, slots[slot_id]) for slot_id, value in graph.updates.items()},
         results={slot_id: protect(value) for slot_id, value in graph.results.items()},
     )
-
-
-def _after(graph: StepGraph, node: fx.Node) -> dict[str, fx.Node]:
-    """Insertion point right behind a node; behind all inputs if it is one."""
-    if node.op != "placeholder":
-        return {"after": node}
-    return {"before": next(other for other in graph.nodes if other.op != "placeholder")}
 
 
 def _write_updates(graph: StepGraph, memory: _Memory) -> None:
@@ -288,10 +293,7 @@ def _write_updates(graph: StepGraph, memory: _Memory) -> None:
         last = memory.last_read.get(memory.root(slot), -1)
         reader = next((node for node in reversed(original[: last + 1]) if node in index_of), slot)
         after = max(value, reader, key=index_of.__getitem__)
-        if after.op == "placeholder":
-            graph.insert(aten.copy_.default, (slot, value), like=value, **_after(graph, after))
-        else:
-            graph.insert(aten.copy_.default, (slot, value), like=value, after=_behind_items(after))
+        graph.insert(aten.copy_.default, (slot, value), like=value, after=_behind_items(after))
 
 
 def _same_place(value: fx.Node, slot: fx.Node) -> bool:

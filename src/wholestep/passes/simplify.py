@@ -13,7 +13,7 @@ import torch
 from torch import fx
 
 from wholestep import _torch
-from wholestep.graph import SlotKind, StepGraph, ops
+from wholestep.graph import SlotKind, StepGraph, nodes_in, ops
 from wholestep.passes.base import Pass, register
 
 aten = torch.ops.aten
@@ -40,7 +40,7 @@ class Simplify(Pass):
                 continue
             key = _geometry(node.meta["val"])
             earlier = seen.setdefault(key, node)
-            if earlier is not node and node.op == "call_function" and ops.is_view(node.target):  # pyright: ignore
+            if earlier is not node and node.op == "call_function" and ops.is_view(node.target):
                 replacements[node] = earlier
         graph.replace(replacements)
         return graph
@@ -74,21 +74,15 @@ def _alias_closure_of_output(graph: StepGraph) -> set[fx.Node]:
         if node in closure:
             continue
         closure.add(node)
-        if node.op == "call_function" and ops.is_view(node.target):  # pyright: ignore[reportArgumentType]
+        if node.op == "call_function" and ops.is_view(node.target):
             pending.extend(node.all_input_nodes)
     return closure
 
 
 def _update_names(graph: StepGraph) -> set[str]:
     """Values that only flow into a slot are written there, not handed out."""
-    handed_out = {node.name for node in _nodes((graph.outputs, list(graph.results.values())))}
+    handed_out = {node.name for node in nodes_in((graph.outputs, graph.results))}
     return {node.name for node in graph.updates.values()} - handed_out
-
-
-def _nodes(value: Any) -> list[fx.Node]:
-    found: list[fx.Node] = []
-    fx.node.map_arg(value, lambda node: found.append(node) or node)
-    return found
 
 
 def layout(value: torch.Tensor) -> tuple[Any, ...]:

@@ -46,7 +46,7 @@ class _Frame:
         fraction = (value - self.y_min) / max(self.y_max - self.y_min, 1e-12)
         return round(self.height - self.bottom - fraction * (self.height - self.top - self.bottom), 1)
 
-    def axes(self, ticks: Sequence[float], format_y: Callable[[float], str], x_label: str) -> list[str]:
+    def axes(self, ticks: Sequence[float], format_y: Callable[[float], str], x_label: str, last: int) -> list[str]:
         """Horizontal grid lines with their values, first and last x, and what x is."""
         base, end = self.height - self.bottom, self.width - self.right
         parts: list[str] = []
@@ -55,7 +55,7 @@ class _Frame:
             parts.append(_text(self.left - 8, self.y(tick) + 4, format_y(tick), "end"))
         parts.append(f'<line class="axis" x1="{self.left}" x2="{end}" y1="{base}" y2="{base}"/>')
         parts.append(_text(self.left, base + 18, "1", "start"))
-        parts.append(_text(end, base + 18, f"{self.x_max:.0f}", "end"))
+        parts.append(_text(end, base + 18, str(last), "end"))
         parts.append(_text((self.left + end) / 2, base + 18, x_label, "middle"))
         return parts
 
@@ -65,7 +65,7 @@ def memory_chart(profile: MemoryProfile) -> Markup:
     step = _nice_step(profile.peak_bytes, base=1024)
     ticks = [step * index for index in range(math.floor(profile.peak_bytes * 1.08 / step) + 1)]
     frame = _Frame(x_max=len(profile.live_bytes), y_min=0, y_max=profile.peak_bytes * 1.12)
-    parts = frame.axes(ticks, format_bytes, "op, in execution order")
+    parts = frame.axes(ticks, format_bytes, "op, in execution order", len(profile.live_bytes))
     for phase, start, points in _phase_runs(profile):
         parts += _phase_area(frame, phase, start, points)
     parts += _slot_floor(frame, profile.slot_bytes)
@@ -75,30 +75,30 @@ def memory_chart(profile: MemoryProfile) -> Markup:
     return _svg(frame, "Live memory over the step", summary, parts)
 
 
-def line_chart(
-    series: Sequence[Series], *, title: str, x_label: str, format_y: Callable[[float], str] = "{:.2f}".format
-) -> Markup:
+def line_chart(series: Sequence[Series], *, title: str, x_label: str) -> Markup:
     """Lines over the same x. The first is drawn broad and the next thin on top, so that equal ones are both seen."""
     finite = [value for line in series for value in line.values if math.isfinite(value)] or [0.0]
     low, high = min(finite), max(finite)
     step = _nice_step(high - low or abs(high) or 1.0)
     low, high = math.floor(low / step) * step, math.ceil(high / step) * step
-    frame = _Frame(x_max=max(len(line.values) for line in series), y_min=low, y_max=max(high, low + step))
+    last = max(len(line.values) for line in series)
+    frame = _Frame(x_max=last - 1, y_min=low, y_max=max(high, low + step))
+    num_digits = max(0, -math.floor(math.log10(step)))
     num_ticks = round((frame.y_max - low) / step) + 1
-    parts = frame.axes([low + step * index for index in range(num_ticks)], format_y, x_label)
+    parts = frame.axes([low + step * index for index in range(num_ticks)], f"{{:.{num_digits}f}}".format, x_label, last)
     x = float(frame.left)
     for index, line in enumerate(series):
-        path = _path([(frame.x(i + 1), frame.y(v)) for i, v in enumerate(line.values) if math.isfinite(v)])
+        path = _path([(frame.x(i), frame.y(v)) for i, v in enumerate(line.values) if math.isfinite(v)])
         parts.append(f'<path class="line line-{index}" d="{path}"><title>{escape(line.name)}</title></path>')
         parts.append(f'<path class="line line-{index}" d="M{x:.0f} 18h26"/>')
         parts.append(_text(x + 34, 22, line.name, "start", "label"))
         x += 60 + _CHARACTER_WIDTH * len(line.name)
-    ends = ", ".join(f"{line.name} {format_y(line.values[-1])}" for line in series if line.values)
+    ends = ", ".join(f"{line.name} {line.values[-1]:.4g}" for line in series if line.values)
     return _svg(frame, title, f"Last values: {ends}.", parts)
 
 
 def _phase_runs(profile: MemoryProfile) -> list[tuple[Phase, int, list[tuple[int, int]]]]:
-    """Neighbouring ops of one phase, each with its points (op, most live bytes near it), thinned to what can be seen."""
+    """Neighbouring ops of one phase, each with its points (op, most live bytes near it), no more than can be seen."""
     stride = max(1, math.ceil(len(profile.live_bytes) / _MAX_POINTS))
     runs: list[tuple[Phase, int, list[tuple[int, int]]]] = []
     for start in range(0, len(profile.live_bytes), stride):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from wholestep.report.document import Report, Section, Table, Prose
+from wholestep.report.document import Prose, Report, Section, Table
 from wholestep.report.sections import step_report
 from wholestep.runtime import CompiledStep
 

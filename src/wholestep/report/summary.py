@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from torch import fx
 
 from wholestep.cost import Cost, LiveValue, MemoryProfile, node_cost, profile_memory
-from wholestep.graph import Phase, SlotKind, StepGraph
 from wholestep.cost.memory import storage_bytes, tensors_in
+from wholestep.graph import Phase, SlotKind, StepGraph
 
 OUTSIDE_MODULES = "(outside modules)"
 

@@ -28,7 +28,7 @@ header p { margin: 6px 0 0; color: var(--soft); }
 nav ul { display: flex; flex-wrap: wrap; gap: 4px 18px; padding: 0; margin: 18px 0 0; list-style: none; }
 a { color: var(--accent); text-underline-offset: 3px; }
 a:focus-visible, summary:focus-visible, .scroll:focus-visible { outline: 2px solid var(--accent); outline-offset: 2px; }
-.cards { display: grid; grid-template-columns: repeat(auto-fit, minmax(180px, 1fr)); gap: 12px; padding: 0; margin: 24px 0; }
+.cards { display: grid; grid-template-columns: repeat(auto-fit, minmax(180px, 1fr)); gap: 12px; margin: 24px 0; }
 .cards > div { background: var(--surface); border: 1px solid var(--line); border-radius: 10px; padding: 14px 16px; }
 .cards dt { color: var(--soft); font-size: 13px; }
 .cards dd { margin: 2px 0 0; }
@@ -51,7 +51,7 @@ tbody th { font-weight: 500; }
 tbody tr:last-child > * { border-bottom: 0; }
 tfoot > tr > * { font-weight: 650; border-bottom: 0; border-top: 2px solid var(--line); }
 .bar { display: inline-flex; align-items: center; gap: 10px; justify-content: flex-end; }
-.track { display: inline-block; width: 92px; height: 8px; border-radius: 4px; background: var(--track); overflow: hidden; }
+.track { width: 92px; height: 8px; border-radius: 4px; background: var(--track); overflow: hidden; }
 .fill { display: block; height: 100%; border-radius: 4px; background: var(--accent); }
 .bar .text { min-width: 48px; }
 .fill.forward, .key.forward { background: var(--forward); }
@@ -59,8 +59,7 @@ tfoot > tr > * { font-weight: 650; border-bottom: 0; border-top: 2px solid var(-
 .fill.comm, .key.comm { background: var(--comm); }
 .fill.optimizer, .key.optimizer { background: var(--optimizer); }
 figure { margin: 4px 0 14px; }
-figtable.narrow { max-width: 700px; }
-caption { color: var(--soft); font-size: 13px; margin-top: 4px; }
+figcaption { color: var(--soft); font-size: 13px; margin-top: 4px; }
 svg { display: block; width: 100%; height: auto; }
 svg text { font-size: 12px; fill: var(--soft); font-variant-numeric: tabular-nums; }
 svg .label { fill: var(--ink); }
@@ -92,7 +91,13 @@ pre {
   background: var(--code); border: 1px solid var(--line); tab-size: 4;
   font: 12.5px/1.5 ui-monospace, "SF Mono", Consolas, "DejaVu Sans Mono", monospace;
 }
-@media (max-width: 640px) { main, header { padding-left: 14px; padding-right: 14px; } section { padding: 16px; } }
+@media (max-width: 700px) {
+  main, header { padding-left: 14px; padding-right: 14px; }
+  section { padding: 16px; }
+  th:first-child { white-space: normal; }
+  figure { overflow-x: auto; }
+  svg { min-width: 640px; }
+}
 @media print { body { background: none; } section, .cards > div { break-inside: avoid; } nav { display: none; } }
 """
 

@@ -125,7 +125,7 @@ def _observe(capture: Capture, call: Call, returned: Any) -> dict[str, Any]:
         if slot.kind == "param":
             seen[f"grad.{slot.name}"] = value.grad
     leaves, _ = tree.flatten(returned)
-    seen |= {path: leaf for path, leaf in zip(tree.paths(returned, "returned"), leaves, strict=True)}
+    seen |= dict(zip(tree.paths(returned, "returned"), leaves, strict=True))
     seen["rng"] = torch.get_rng_state()
     return {
         name: value.detach().clone() if isinstance(value, torch.Tensor) else copy.copy(value)

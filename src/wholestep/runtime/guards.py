@@ -184,14 +184,14 @@ def _entry(values: Any, keys: tuple[str, ...], key: str) -> Any:
 
 def _optimizer_guard(name: str, optimizer: Optimizer) -> Check:
     """Parameter groups, every option but the learning rate's value, and which state exists."""
-    groups = [(group, list(group["params"]), _options(group)) for group in optimizer.param_groups]
-    members = [p for _, params, _ in groups for p in params]
+    groups = [(list(group["params"]), _options(group)) for group in optimizer.param_groups]
+    members = [p for params, _ in groups for p in params]
     state_keys = [tuple(optimizer.state[p]) if p in optimizer.state else () for p in members]
 
     def check(_: Call) -> str | None:
         if len(optimizer.param_groups) != len(groups):
             return f"{name} has {len(optimizer.param_groups)} parameter groups instead of {len(groups)}"
-        for index, (group, (_, params, options)) in enumerate(zip(optimizer.param_groups, groups, strict=True)):
+        for index, (group, (params, options)) in enumerate(zip(optimizer.param_groups, groups, strict=True)):
             if len(group["params"]) != len(params) or not all(map(operator.is_, group["params"], params)):
                 return f"the parameters of {name}.param_groups[{index}] changed"
             if (now := _options(group)) != options:
@@ -285,7 +285,7 @@ def _rebindable_guard(capture: Capture) -> Check:
         now = [where.read([]) for _, where in bindings]
         if all(map(operator.is_, now, seen)):
             return None
-        for (slot_id, _), value, old in zip(bindings, now, expected, strict=True):
+        for (slot_id, _where), value, old in zip(bindings, now, expected, strict=True):
             if _loose_type(value) != old:
                 return f"{slot_id} changed from {old} to {_loose_type(value)}"
         seen = now
@@ -307,6 +307,4 @@ def _same_value(now: Any, expected: Any) -> bool:
 
 def _type_difference(expected: tuple[Any, ...], found: tuple[Any, ...]) -> str:
     names = ("shape", "stride", "dtype", "device", "requires_grad")
-    return next(
-        f"{name} {old} -> {new}" for name, old, new in zip(names, expected, found, strict=True) if old != new
-    )
+    return next(f"{name} {old} -> {new}" for name, old, new in zip(names, expected, found, strict=True) if old != new)

@@ -9,15 +9,15 @@ import torch
 
 from wholestep.capture import Capture
 from wholestep.graph import StepGraph
+from wholestep.runtime.codegen import generate
 from wholestep.runtime.guards import Call, Check, make_guards
 
 
 class Specialization:
     """One graph of a step, for one kind of call.
 
-    `check` says why a call does not fit; `run` reads the slots, executes the graph and puts everything it computed where
-    eager would have: in-place updates in their tensors, gradients on their parameters, new optimizer state in the
-    optimizer.
+    `check` says why a call does not fit; `run` reads the slots, executes the graph and puts everything it computed
+    where eager would have: updates in their tensors, gradients on their parameters, new state in the optimizer.
     """
 
     def __init__(self, capture: Capture, graph: StepGraph, call: Call) -> None:
@@ -27,10 +27,10 @@ class Specialization:
         self.first_call = call
         self._install_initial_state()
         self._guards: list[Check] = make_guards(capture, call)
-        self._forward = graph.recompile()
+        self._step = generate(graph)
         self._inputs = [capture.bindings[slot.id] for slot in self._slots_in_order()]
-        self._updates = [(slot_id, capture.bindings[slot_id]) for slot_id in graph.updates]
-        self._results = [(slot_id, capture.bindings[slot_id]) for slot_id in graph.results]
+        self._updates = [capture.bindings[slot_id] for slot_id in graph.updates]
+        self._results = [capture.bindings[slot_id] for slot_id in graph.results]
 
     def check(self, call: Call) -> str | None:
         """None if the call fits, otherwise the first thing that differs."""
@@ -47,15 +47,13 @@ class Specialization:
             parameter.grad = None
         inputs = [binding.read(leaves) for binding in self._inputs]
         with torch.no_grad(), _without_autocast():
-            returned = self._forward(*inputs)
-            del inputs
-            for slot_id, binding in self._updates:
-                binding.read(leaves).copy_(returned["updates"][slot_id])
-        results = returned["results"]
-        for slot_id, binding in self._results:
-            binding.write(results[slot_id], leaves)  # pyright: ignore[reportAttributeAccessIssue]
+            outputs, updates, results = self._step(inputs)
+            for binding, value in zip(self._updates, updates, strict=True):
+                binding.read(leaves).copy_(value)
+        for binding, value in zip(self._results, results, strict=True):
+            binding.write(value, leaves)  # pyright: ignore[reportAttributeAccessIssue]
         self.num_runs += 1
-        return self.capture.outputs.fill(returned["outputs"])
+        return self.capture.outputs.fill(outputs)
 
     def _slots_in_order(self) -> list[Any]:
         return [self.graph.slots[node.name] for node in self.graph.nodes if node.op == "placeholder"]

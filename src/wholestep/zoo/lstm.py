@@ -28,9 +28,7 @@ class LSTMLanguageModel(nn.Module):
         super().__init__()
         self.embedding = nn.Embedding(config.vocab_size, config.width)
         self.dropout = nn.Dropout(config.dropout)
-        self.recurrent = nn.LSTM(
-            config.width, config.width, config.layers, batch_first=True, dropout=config.dropout
-        )
+        self.recurrent = nn.LSTM(config.width, config.width, config.layers, batch_first=True, dropout=config.dropout)
         self.head = nn.Linear(config.width, config.vocab_size)
 
     def forward(self, tokens: Tensor) -> Tensor:

@@ -81,9 +81,7 @@ class Attention(nn.Module):
         query = self._split(self.query(hidden))
         key, value = self._split(self.key(memory)), self._split(self.value(memory))
         dropout = self.dropout if self.training else 0.0
-        mixed = F.scaled_dot_product_attention(
-            query, key, value, attn_mask=bias, dropout_p=dropout, scale=1.0
-        )
+        mixed = F.scaled_dot_product_attention(query, key, value, attn_mask=bias, dropout_p=dropout, scale=1.0)
         return self.output(mixed.transpose(1, 2).flatten(2))
 
 

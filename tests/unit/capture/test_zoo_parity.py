@@ -34,14 +34,14 @@ def test_radam_is_refused_because_it_branches_on_its_step_count() -> None:
     assert "torch.where" in str(caught.value)
 
 
-@pytest.mark.parametrize("name", zoo.CASES)
+@pytest.mark.parametrize("name", ["mlp", "gpt", "resnet", "lstm", "custom_function", "checkpointed"])
 def test_the_graph_as_captured_is_eagers_too(name: str) -> None:
     step = assert_parity(zoo.get(name), "adamw", steps=2, compile_options={"passes": ""})
     step.graph.verify(deep=True)
     assert step.graph.is_functional
 
 
-@pytest.mark.parametrize("name", zoo.CASES)
+@pytest.mark.parametrize("name", ["mlp", "bert", "resnet", "lstm"])
 def test_the_first_steps_verify(name: str) -> None:
     step = assert_parity(zoo.get(name), "adamw_fused", steps=3, compile_options={"verify": 2})
     assert step.num_captures == 1

@@ -1,0 +1,166 @@
+"""From a step graph to the Python function that runs it.
+
+FX can generate code too; ours is made for small ops, where a step's time is Python's. Every operator is a global of the
+generated function (no attribute chain per call) and, where torch has a generated binding that reaches the very same
+operator, that binding (half the price of calling through `torch.ops`). A value is dropped after its last use.
+"""
+
+from __future__ import annotations
+
+import itertools
+import linecache
+import operator
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import fx
+
+from wholestep import _torch
+from wholestep.graph import StepGraph, map_nodes, ops
+
+Step = Callable[[list[Any]], tuple[tuple[Any, ...], tuple[Any, ...], tuple[Any, ...]]]
+
+_numbers = itertools.count()
+_known_bindings: dict[tuple[Any, ...], Callable[..., Any]] = {}
+
+
+def generate(graph: StepGraph) -> Step:
+    """Compile a graph to `step(inputs) -> (outputs, updates, results)`.
+
+    `inputs` is a list in slot order, which is emptied; updates and results come in the order of the graph's dicts.
+    """
+    writer = _Writer(graph)
+    source = writer.source()
+    filename = f"<wholestep step {next(_numbers)}>"
+    linecache.cache[filename] = (len(source), None, source.splitlines(keepends=True), filename)
+    exec(compile(source, filename, "exec"), writer.names)
+    return writer.names["step"]
+
+
+class _Writer:
+    """Collects the text of the function and the globals it needs."""
+
+    def __init__(self, graph: StepGraph) -> None:
+        self.graph = graph
+        self.names: dict[str, Any] = {"inf": float("inf"), "nan": float("nan")}
+        self._global_of: dict[Any, str] = {}
+
+    def source(self) -> str:
+        nodes = self.graph.nodes
+        inputs = [node.name for node in nodes if node.op == "placeholder"]
+        dead_after = self._dead_after(nodes)
+        lines = ["def step(inputs):"]
+        if inputs:
+            lines.append(f"    [{', '.join(inputs)}] = inputs")
+            lines.append("    inputs.clear()")
+        for node in nodes:
+            if node.op == "call_function":
+                lines.append(f"    {self._statement(node)}")
+                lines += [f"    del {', '.join(dead_after[node])}"] if dead_after[node] else []
+        returned = (self.graph.outputs, tuple(self.graph.updates.values()), tuple(self.graph.results.values()))
+        lines.append(f"    return {self._text(returned)}")
+        return "\n".join(lines) + "\n"
+
+    def _dead_after(self, nodes: list[fx.Node]) -> dict[fx.Node, list[str]]:
+        """Names to drop behind each node: values it was the last to read, or its own result if nobody reads it."""
+        dead: dict[fx.Node, list[str]] = {node: [] for node in nodes}
+        seen: set[fx.Node] = set()
+        for node in reversed(nodes):
+            for value in (node, *node.all_input_nodes):
+                if value in seen or node.op == "output":
+                    seen.add(value)
+                    continue
+                seen.add(value)
+                if value.op != "placeholder" or value is not node:
+                    dead[node].append(value.name)
+        return dead
+
+    def _statement(self, node: fx.Node) -> str:
+        if node.target is operator.getitem:
+            return f"{node.name} = {self._text(node.args[0])}[{self._text(node.args[1])}]"
+        stem = _torch.packet_name(node.target) if ops.is_op(node) else getattr(node.target, "__name__", "call")
+        function = self._global(best_binding(self.graph, node), stem)
+        arguments = [self._text(argument) for argument in node.args]
+        arguments += [f"{name}={self._text(value)}" for name, value in node.kwargs.items()]
+        return f"{node.name} = {function}({', '.join(arguments)})"
+
+    def _text(self, value: Any) -> str:
+        if isinstance(value, fx.Node):
+            return value.name
+        if isinstance(value, list):
+            return f"[{', '.join(self._text(item) for item in value)}]"
+        if isinstance(value, tuple):
+            return f"({', '.join(self._text(item) for item in value)}{',' if len(value) == 1 else ''})"
+        if isinstance(value, (bool, int, float, str, type(None))):
+            return repr(value)
+        return self._global(value, type(value).__name__)
+
+    def _global(self, value: Any, stem: str) -> str:
+        """A global name, with a number that no node's name ends in, for an operator, dtype, device or other object."""
+        if value not in self._global_of:
+            self._global_of[value] = f"{stem}_{len(self._global_of)}_"
+            self.names[self._global_of[value]] = value
+        return self._global_of[value]
+
+
+def best_binding(graph: StepGraph, node: fx.Node) -> Callable[..., Any]:
+    """The cheapest callable that reaches exactly the node's operator with its arguments."""
+    target: Any = node.target
+    if not ops.is_op(node):
+        return target
+    if target is torch.ops.aten._local_scalar_dense.default:
+        return torch.Tensor.item
+    key = (target, *(_kind(value) for value in node.args), *((name, _kind(v)) for name, v in node.kwargs.items()))
+    if key not in _known_bindings:
+        candidates = _torch.generated_bindings(target)
+        fitting = (binding for binding in candidates if _reaches(graph, node, binding))
+        _known_bindings[key] = next(fitting, _torch.direct_call(target))
+    return _known_bindings[key]
+
+
+def _kind(value: Any) -> Any:
+    """What overload resolution looks at."""
+    if isinstance(value, fx.Node):
+        inner = value.meta.get("val")
+        return ("node", type(inner), inner.dim() == 0 if isinstance(inner, torch.Tensor) else None)
+    if isinstance(value, (list, tuple)):
+        return (type(value), *sorted({str(_kind(item)) for item in value}))
+    return type(value)
+
+
+class _Recorder(_torch.TorchDispatchMode):
+    """Remembers which operators a call reaches, and with which tensors."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: list[tuple[Any, list[int]]] = []
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if _torch.namespace(func) != "prim":  # questions about metadata that fake tensors ask themselves
+            self.calls.append((func, _tensor_ids((args, kwargs or {}))))
+        return func(*args, **(kwargs or {}))
+
+
+def _tensor_ids(value: Any) -> list[int]:
+    if isinstance(value, torch.Tensor):
+        return [id(value)]
+    if isinstance(value, dict):
+        return [found for item in value.values() for found in _tensor_ids(item)]
+    if isinstance(value, (list, tuple)):
+        return [found for item in value for found in _tensor_ids(item)]
+    return []
+
+
+def _reaches(graph: StepGraph, node: fx.Node, binding: Callable[..., Any]) -> bool:
+    """Try a binding on the node's fake arguments: does it call the node's operator, once, on the same tensors?"""
+    args, kwargs = map_nodes((node.args, node.kwargs), lambda source: source.meta["val"])
+    recorder = _Recorder()
+    try:
+        with torch.no_grad(), graph.fake_mode, recorder:
+            binding(*args, **kwargs)
+    except Exception:  # a binding with another signature: not a candidate
+        return False
+    return recorder.calls == [(node.target, _tensor_ids((args, kwargs)))]
