@@ -92,7 +92,11 @@ class Settings:
         "VERIFY", 0, _whole_number(0), "default of `verify=`: how many first steps are checked against eager"
     )
     progress: bool | None = _setting(
-        "PROGRESS", None, _SWITCH, "show progress of long work", unset="only on a terminal"
+        "PROGRESS",
+        None,
+        _SWITCH,
+        "show progress of long work",
+        unset="a bar on a terminal, a few plain lines elsewhere",
     )
 
     @classmethod

@@ -32,13 +32,13 @@ from torch._subclasses.fake_tensor import (
 from torch._subclasses.functional_tensor import FunctionalTensor, FunctionalTensorMode
 from torch.fx._lazy_graph_module import _use_lazy_graph_module
 from torch.fx.experimental.proxy_tensor import (
-    ProxyTorchDispatchMode,
     get_proxy_mode,
     get_proxy_slot,
     make_fx,
     maybe_enable_thunkify,
     track_tensor_tree,
 )
+from torch.fx.experimental.sym_node import SymNode
 from torch.fx.experimental.symbolic_shapes import (
     DimDynamic,
     GuardOnDataDependentSymNode,
@@ -234,7 +234,7 @@ def trace(function: Callable[[], Any], mode: FakeTensorMode, *, symbolic_sizes: 
         torch.random.fork_rng(devices=[]),
         _batch_size_choices(enabled=not symbolic_sizes),
         _use_lazy_graph_module(True),  # the code generated here is thrown away: the graph is edited first
-        mock.patch.object(ProxyTorchDispatchMode, "__sym_dispatch__", _remembered_size_arithmetic()),
+        _remembered_size_arithmetic(),
     ):
         return make_fx(_lazily(function), tracing_mode="real", _disable_torch_fn_metadata_mode=True)()
 
@@ -249,24 +249,35 @@ def _lazily(function: Callable[[], Any]) -> Callable[[], Any]:
     return run
 
 
-def _remembered_size_arithmetic() -> Callable[..., Any]:
-    """A `__sym_dispatch__` that computes each integer expression once.
+_SIZE_METHODS = ("add", "sub", "mul", "eq", "ne", "lt", "le", "gt", "ge", "sym_max", "sym_min", "mod", "int_floordiv")
+
+
+@contextlib.contextmanager
+def _remembered_size_arithmetic() -> Generator[None]:
+    """Compute each expression of symbolic integers once while tracing.
 
     Every tensor of a symbolic shape recomputes its element count, strides and contiguity, symbol by symbol: tens of
     thousands of times the same few products. Floats are left alone: equal expressions may round differently.
     """
-    original = ProxyTorchDispatchMode.__sym_dispatch__
-    known: dict[tuple[Any, ...], Any] = {}
 
-    def dispatch(mode: Any, func: Any, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if not all(type(arg) in (int, torch.SymInt) for arg in args):
-            return original(mode, func, types, args, kwargs)
-        key = (func, *(arg.node.expr if isinstance(arg, torch.SymInt) else arg for arg in args))
-        if key not in known:
-            known[key] = original(mode, func, types, args, kwargs)
-        return known[key]
+    def remember(original: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
+        known: dict[tuple[Any, Any], Any] = {}
 
-    return dispatch
+        def method(self: Any, other: Any) -> Any:
+            if self.pytype is not int or other.pytype is not int:
+                return original(self, other)
+            key = (self._expr, other._expr)
+            if key not in known:
+                known[key] = original(self, other)
+            return known[key]
+
+        return method
+
+    with contextlib.ExitStack() as stack:
+        for name in _SIZE_METHODS:
+            original = getattr(SymNode, f"_{name}")
+            stack.enter_context(mock.patch.object(SymNode, f"_{name}", remember(original)))
+        yield
 
 
 def link_backward(roots: list[Any]) -> None:

@@ -10,7 +10,25 @@ from wholestep._logging import attach_handler
 from wholestep._settings import Settings
 from wholestep.errors import WholestepError
 from wholestep.passes import DEFAULT_PIPELINE, Pipeline
-from wholestep.runtime import CompiledStep, StepOptions
+from wholestep.report.explain import explain_step
+from wholestep.report.html import write_step_report
+from wholestep.runtime import StepOptions, StepRunner
+
+
+class CompiledStep(StepRunner):
+    """What `wholestep.compile` returns: called like the user's function, with its graph to look at.
+
+    `graph` is the `StepGraph` of the most recent call (`print(step.graph)` is readable code), `num_captures` and
+    `recompile_reasons` tell how often and why the step was captured.
+    """
+
+    def explain(self) -> str:
+        """Phases with op counts, flops and bytes, memory, passes, captures: the step in one page of text."""
+        return explain_step(self)
+
+    def report(self, path: str | Path) -> Path:
+        """Write a self-contained HTML report about the step and return its path."""
+        return write_step_report(self, Path(path))
 
 
 @overload

@@ -208,9 +208,7 @@ def environment_reads(tree: ast.Module, path: str) -> Iterator[Finding]:
                 written.add(id(key))
             case ast.Dict(keys=keys):
                 written.update(id(key) for key in keys)
-            case ast.Constant(str(text)) if (
-                re.fullmatch(r"WHOLESTEP_[A-Z0-9_]*", text) and id(node) not in written
-            ):
+            case ast.Constant(str(text)) if re.fullmatch(r"WHOLESTEP_[A-Z0-9_]*", text) and id(node) not in written:
                 yield node.lineno, f"{text!r} read outside {SETTINGS_FILE}"
             case _:
                 pass
@@ -261,9 +259,7 @@ def test_the_sources_keep_the_rule(checker: Checker) -> None:
 )
 def test_private_torch_is_found(source: str, name: str) -> None:
     found = violations(private_torch, source, "graph/x.py")
-    assert found == [
-        f"graph/x.py:{source.count(chr(10)) + 1}: {name} is private to torch: wrap it in _torch.py"
-    ]
+    assert found == [f"graph/x.py:{source.count(chr(10)) + 1}: {name} is private to torch: wrap it in _torch.py"]
     assert violations(private_torch, source, "_torch.py") == []
 
 
@@ -330,7 +326,7 @@ def test_an_unlisted_room_is_found() -> None:
         ("passes/x.py", "from wholestep.graph import StepGraph"),
         ("pipe/schedules/x.py", "from wholestep.capture import trace\nfrom ..split import cut"),
         ("runtime/x.py", "from wholestep.iteration import rotate"),
-        ("report/x.py", "from wholestep.runtime import CompiledStep"),
+        ("report/x.py", "from wholestep.runtime import StepRunner"),
         ("cli/demo.py", "import wholestep\nfrom wholestep.zoo import cases"),
         ("__init__.py", "from wholestep.api import compile"),
     ],

@@ -114,6 +114,8 @@ def _finish_provenance(graph: fx.Graph, session: Session) -> None:
         if node.op != "call_function":
             continue
         node.meta.setdefault("phase", Phase.FORWARD)
+        if node.meta["phase"] is Phase.FORWARD and _uses_gradients(node):
+            node.meta["phase"] = Phase.OPTIMIZER
         node.meta["origins"] = (origin,)
         if ops.has_effect(node):
             node.meta["effect"] = num_effects
@@ -129,6 +131,11 @@ def _finish_provenance(graph: fx.Graph, session: Session) -> None:
             node.meta.update({key: twin.meta[key] for key in ("fqn", "source") if key in twin.meta})
     for name, node in session.gradients.items():
         node.meta["gradient_of"] = (*node.meta.get("gradient_of", ()), name)
+
+
+def _uses_gradients(node: fx.Node) -> bool:
+    """Whether a node outside `backward()` and `optimizer.step()` works on what they made: clipping, weight averages."""
+    return any(source.meta.get("phase") in (Phase.BACKWARD, Phase.OPTIMIZER) for source in node.all_input_nodes)
 
 
 def _refuse_aliased_updates(graph: StepGraph, lifted: dict[str, Lifted]) -> None:

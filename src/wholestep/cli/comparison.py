@@ -16,9 +16,9 @@ from torch.optim.lr_scheduler import CosineAnnealingLR
 
 import wholestep
 from wholestep._settings import Settings
+from wholestep.api import CompiledStep
 from wholestep.cost import measure_peak, profile_memory
 from wholestep.errors import WholestepError
-from wholestep.runtime import CompiledStep
 from wholestep.zoo import gpt
 from wholestep.zoo.case import Batch
 

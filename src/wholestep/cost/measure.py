@@ -16,8 +16,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-# The class lives in a private module; this public one, whose counter is such a mode, has it by name.
-from torch.utils.flop_counter import TorchDispatchMode  # pyright: ignore[reportPrivateImportUsage]
+from wholestep._torch import TorchDispatchMode
 
 
 @dataclass(frozen=True)

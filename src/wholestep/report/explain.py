@@ -6,12 +6,12 @@ from collections.abc import Iterable
 
 from wholestep.report.document import Prose, Report, Section, Table
 from wholestep.report.sections import step_report
-from wholestep.runtime import CompiledStep
+from wholestep.runtime import StepRunner
 
 _INDENT = "  "
 
 
-def explain_step(step: CompiledStep) -> str:
+def explain_step(step: StepRunner) -> str:
     """A compiled step in one page of text; raises `GuardError` if it has not been called yet."""
     return render_text(step_report(step))
 

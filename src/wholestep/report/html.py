@@ -9,7 +9,7 @@ import jinja2
 from wholestep.report.document import Block, Report
 from wholestep.report.sections import step_report
 from wholestep.report.template import PAGE, STYLE
-from wholestep.runtime import CompiledStep
+from wholestep.runtime import StepRunner
 
 _ENVIRONMENT = jinja2.Environment(
     autoescape=True, trim_blocks=True, lstrip_blocks=True, undefined=jinja2.StrictUndefined, keep_trailing_newline=True
@@ -17,7 +17,7 @@ _ENVIRONMENT = jinja2.Environment(
 _ENVIRONMENT.tests["bar"] = lambda cell: not isinstance(cell, str)
 
 
-def write_step_report(step: CompiledStep, path: Path) -> Path:
+def write_step_report(step: StepRunner, path: Path) -> Path:
     """Write the report about a compiled step and return its path; raises `GuardError` if it has not been called yet."""
     return step_report(step).write(path)
 

@@ -16,12 +16,12 @@ from wholestep.report.summary import (
     format_share,
     summarise,
 )
-from wholestep.runtime import CompiledStep
+from wholestep.runtime import StepRunner
 
 _MAX_ROWS = 12
 
 
-def step_report(step: CompiledStep) -> Report:
+def step_report(step: StepRunner) -> Report:
     """The report about a step that has been called at least once."""
     graph = step.graph
     summary = summarise(graph)
@@ -41,7 +41,7 @@ def step_report(step: CompiledStep) -> Report:
     )
 
 
-def _cards(step: CompiledStep, summary: GraphSummary) -> tuple[Card, ...]:
+def _cards(step: StepRunner, summary: GraphSummary) -> tuple[Card, ...]:
     total, graph = summary.total, step.graph
     pass_seconds = sum(record.seconds for record in graph.history)
     times = f"{format_seconds(step.captured.seconds)} to capture, {format_seconds(pass_seconds)} in passes"
@@ -56,7 +56,7 @@ def _cards(step: CompiledStep, summary: GraphSummary) -> tuple[Card, ...]:
     )
 
 
-def _recompile_section(step: CompiledStep) -> tuple[Section, ...]:
+def _recompile_section(step: StepRunner) -> tuple[Section, ...]:
     if not step.recompile_reasons:
         return ()
     return (Section("Recompiles", tuple(Prose(f"Captured again because {why}.") for why in step.recompile_reasons)),)

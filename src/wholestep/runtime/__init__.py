@@ -1,5 +1,5 @@
 """The runtime: guards, specialisations, and the callable that joins capture, passes and execution."""
 
-from wholestep.runtime.compiled_step import CompiledStep, StepOptions
+from wholestep.runtime.runner import StepOptions, StepRunner
 
-__all__ = ["CompiledStep", "StepOptions"]
+__all__ = ["StepOptions", "StepRunner"]

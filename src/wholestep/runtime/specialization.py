@@ -10,7 +10,7 @@ import torch
 from wholestep.capture import Capture
 from wholestep.graph import StepGraph
 from wholestep.runtime.codegen import generate
-from wholestep.runtime.guards import Call, Check, make_guards
+from wholestep.runtime.guards import Call, Check, make_guards, tensor_type
 
 
 class Specialization:
@@ -24,7 +24,7 @@ class Specialization:
         self.capture = capture
         self.graph = graph
         self.num_runs = 0
-        self.first_call = call
+        self.leaf_types = {i: tensor_type(leaf) for i, leaf in enumerate(call.leaves) if isinstance(leaf, torch.Tensor)}
         self._install_initial_state()
         self._guards: list[Check] = make_guards(capture, call)
         self._step = generate(graph)

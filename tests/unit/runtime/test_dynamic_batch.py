@@ -204,7 +204,9 @@ def test_a_recurrent_model_falls_back_to_fixed_sizes(caplog: pytest.LogCaptureFi
             zoo.get("lstm"), "adam", steps=4, batch_sizes=(4, 7), compile_options={"dynamic_batch": True}
         )
     assert step.num_captures == 2
-    warnings = [record.getMessage() for record in caplog.records if "cannot have a dynamic batch" in record.getMessage()]
+    warnings = [
+        record.getMessage() for record in caplog.records if "cannot have a dynamic batch" in record.getMessage()
+    ]
     assert len(warnings) == 1
     assert "'recurrent' is a LSTM" in warnings[0]
 

@@ -113,7 +113,9 @@ def test_two_groups_with_rates_of_their_own() -> None:
     assert twins.num_captures == 1
 
 
-@pytest.mark.xfail(strict=True, reason="one tensor as the rate of two groups is one slot: a later second tensor is missed")
+@pytest.mark.xfail(
+    strict=True, reason="one tensor as the rate of two groups is one slot: a later second tensor is missed"
+)
 def test_two_groups_may_stop_sharing_a_rate_tensor() -> None:
     def build() -> World:
         model = SmallNet()
@@ -477,7 +479,9 @@ def test_a_number_in_a_closure_container(kind: str) -> None:
     assert twins.num_captures == 2
 
 
-@pytest.mark.xfail(strict=True, reason="a model that a closure or object exchanges is not guarded: the old one is trained")
+@pytest.mark.xfail(
+    strict=True, reason="a model that a closure or object exchanges is not guarded: the old one is trained"
+)
 @pytest.mark.parametrize("kind", ["closure", "attribute"])
 def test_a_model_exchanged_outside_the_arguments(kind: str) -> None:
     class Trainer:

@@ -207,9 +207,7 @@ def test_custom_backward_is_not_what_autograd_derives(
 
 
 @pytest.mark.parametrize("function_name", ["amplified_tanh", "straight_through_round"])
-def test_losing_a_custom_backward_shows_in_training(
-    function_name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_losing_a_custom_backward_shows_in_training(function_name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     _, kept = train("custom_function")
     derived = {
         "amplified_tanh": torch.tanh,

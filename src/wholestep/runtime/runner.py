@@ -1,4 +1,4 @@
-"""`CompiledStep`: what `wholestep.compile` returns. Same signature as the user's function, one graph inside."""
+"""`StepRunner`: captures a step when a call needs it and runs the graph that fits. The engine of `CompiledStep`."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from wholestep.errors import CaptureError, GuardError
 from wholestep.graph import StepGraph
 from wholestep.passes import DEFAULT_PIPELINE, Pipeline, run_passes
 from wholestep.runtime import differential
-from wholestep.runtime.guards import Call
+from wholestep.runtime.guards import Call, tensor_type
 from wholestep.runtime.specialization import Specialization
 
 logger = logging.getLogger(__name__)
@@ -49,7 +49,7 @@ def _garbage_collection_paused() -> Generator[None]:
             gc.enable()
 
 
-class CompiledStep:
+class StepRunner:
     """A train step that captures itself on the first call and runs its graph from then on.
 
     Calls that do not fit a captured graph (another shape, dtype, mode, hyper-parameter, set of parameters) are captured
@@ -94,18 +94,6 @@ class CompiledStep:
     def captured(self) -> Capture:
         """What the most recent call's graph was built from."""
         return self._require_current().capture
-
-    def explain(self) -> str:
-        """Phases with op counts, flops and bytes, passes, captures: the step in one page of text."""
-        from wholestep.report.explain import explain_step
-
-        return explain_step(self)
-
-    def report(self, path: str | Path) -> Path:
-        """Write a self-contained HTML report about the step and return its path."""
-        from wholestep.report.html import write_step_report
-
-        return write_step_report(self, Path(path))
 
     def __get__(self, instance: Any, owner: type | None = None) -> Any:
         """Make decorated methods work: `self` is passed like any other argument."""
@@ -180,12 +168,11 @@ class CompiledStep:
 
     def _changed_batch_leaves(self, call: Call, batch: list[int]) -> frozenset[int]:
         for known in reversed(self._specializations):
-            seen = known.first_call
-            if seen.spec != call.spec or known.capture.dynamic_leaves:
+            if known.capture.spec != call.spec or known.capture.dynamic_leaves:
                 continue
-            pairs = {index: (seen.leaves[index], call.leaves[index]) for index in batch}
-            if all(old.shape[1:] == new.shape[1:] and old.dtype == new.dtype for old, new in pairs.values()):
-                changed = frozenset(index for index, (old, new) in pairs.items() if old.shape != new.shape)
+            pairs = {index: (known.leaf_types[index], tensor_type(call.leaves[index])) for index in batch}
+            if all(old[0][1:] == new[0][1:] and old[1:] == new[1:] for old, new in pairs.values()):
+                changed = frozenset(index for index, (old, new) in pairs.items() if old != new)
                 if changed:
                     return changed
         return frozenset()
