@@ -368,6 +368,11 @@ def own_buffers(module: torch.nn.Module) -> dict[str, torch.Tensor | None]:
     return module._buffers
 
 
+def num_hooks(owner: torch.nn.Module | Optimizer) -> tuple[int, ...]:
+    """How many hooks of each kind a module or optimizer has; hooks are traced, so a new one needs a new capture."""
+    return tuple([len(value) for name, value in vars(owner).items() if name.endswith("_hooks")])
+
+
 def init_optimizer_group(optimizer: Optimizer, group: dict[str, Any]) -> None:
     """Let a torch.optim optimizer create the state of one group without taking a step.
 

@@ -19,12 +19,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import nn
+from torch import fx, nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 from torch.optim import Optimizer
 
 from wholestep import _torch
-from wholestep.capture import binding, build, discover, source, swap, tree
+from wholestep.capture import binding, build, discover, effects, source, swap, tree
 from wholestep.capture.collect import Collected, collect
 from wholestep.capture.discover import Reachable
 from wholestep.capture.interpose import interposed
@@ -70,6 +70,7 @@ class _Call:
     bindings: dict[str, binding.Binding] = field(default_factory=dict)
     states: dict[str, State] = field(default_factory=dict)
     parameter_names: dict[int, str] = field(default_factory=dict)
+    changes: list[effects.Change] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.session = Session(_torch.new_fake_mode(), has_symbolic_sizes=bool(self.dynamic_leaves))
@@ -87,6 +88,29 @@ def capture(
     _refuse_wrappers(found, function)
     if dynamic_leaves:
         _refuse_recurrent(found)
+    call, module, result = _trace(function, args, kwargs, found, dynamic_leaves)
+    if call.changes:
+        call, module, result = _trace_settled(call)
+    effects.refuse_outer_changes(found)
+    graph = build.build_graph(module, call.session, result, call.bindings)
+    return Capture(
+        graph=graph,
+        found=found,
+        outputs=result.outputs,
+        bindings=call.bindings,
+        any_incoming_grad=_indifferent_parameters(call),
+        initial_state=_state_to_install(call),
+        spec=tree.flatten((args, kwargs))[1],
+        dynamic_leaves=dynamic_leaves,
+        num_checkpoint_regions=call.session.num_checkpoint_regions,
+        seconds=time.perf_counter() - started,
+    )
+
+
+def _trace(
+    function: Function, args: tuple[Any, ...], kwargs: dict[str, Any], found: Reachable, dynamic_leaves: frozenset[int]
+) -> tuple[_Call, fx.GraphModule, Collected]:
+    """Trace one call; whatever the step raises becomes a `CaptureError`."""
     call = _Call(function, args, kwargs, found, dynamic_leaves)
     call.states = {name: {**initial_state(opt), **opt.state} for name, opt in found.optimizers.items()}
     collected: list[Collected] = []
@@ -108,20 +132,22 @@ def capture(
             location=source.raising_line(error) or discover.location_of(function),
             advice="The train step raised this while it was captured; nothing has been changed",
         ) from error
-    [result] = collected
-    graph = build.build_graph(module, call.session, result, call.bindings)
-    return Capture(
-        graph=graph,
-        found=found,
-        outputs=result.outputs,
-        bindings=call.bindings,
-        any_incoming_grad=_indifferent_parameters(call),
-        initial_state=_state_to_install(call),
-        spec=tree.flatten((args, kwargs))[1],
-        dynamic_leaves=dynamic_leaves,
-        num_checkpoint_regions=call.session.num_checkpoint_regions,
-        seconds=time.perf_counter() - started,
-    )
+    return call, module, collected[0]
+
+
+def _trace_settled(call: _Call) -> tuple[_Call, fx.GraphModule, Collected]:
+    """Trace again with the numbers that the first trace left on modules, which must now stay as they are."""
+    kept = [(module, name, vars(module).get(name)) for module, name, _ in call.changes]
+    try:
+        for module, name, value in call.changes:
+            setattr(module, name, value)
+        again = _trace(call.function, call.args, call.kwargs, call.found, call.dynamic_leaves)
+        effects.refuse_counters(again[0].changes, call.found)
+    except BaseException:
+        for module, name, value in kept:
+            setattr(module, name, value)
+        raise
+    return again
 
 
 def _traced_run(call: _Call, collected: list[Collected]) -> list[Any]:
@@ -135,14 +161,19 @@ def _traced_run(call: _Call, collected: list[Collected]) -> list[Any]:
             _lift_loose_parameters(call, name, optimizer)
         args, kwargs = _lift_arguments(call)
         _lift_gradients(call)
-        for module in call.found.modules.values():
+        attributes = [
             stack.enter_context(swap.lent_module(module, lambda real: session.twins[id(real)]))
+            for module in call.found.modules.values()
+        ]
         for name, optimizer in call.found.optimizers.items():
             stack.enter_context(_lent_optimizer(call, name, optimizer))
         with interposed(session, _module_names(call.found)):
             returned = call.function(*args, **kwargs)
             session.annotate()
         result = collect(session, call.found, call.bindings, returned)
+        slots = {id(lifted.twin) for lifted in session.lifted.values()}
+        for module, before in zip(call.found.modules.values(), attributes, strict=True):
+            call.changes += effects.module_changes(module, before, slots)
         collected.append(result)
         return result.values
 
@@ -261,11 +292,12 @@ def _state_to_install(call: _Call) -> list[tuple[Optimizer, torch.Tensor, dict[s
 
 def _refuse_wrappers(found: Reachable, function: Function) -> None:
     for name, module in found.modules.items():
-        if isinstance(module, (DataParallel, DistributedDataParallel)):
+        inner = "module" if isinstance(module, (DataParallel, DistributedDataParallel)) else "_orig_mod"
+        if inner in dict(module.named_children()):
             raise CaptureError(
                 f"'{name}' is wrapped in {type(module).__name__}",
                 location=discover.location_of(function),
-                advice=f"Pass the plain module ({name}.module)",
+                advice=f"Pass the plain module ({name}.{inner})",
             )
 
 

@@ -6,12 +6,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import nn
 
 from wholestep import _torch
 from wholestep.capture import binding, tree
 from wholestep.capture.discover import Reachable
-from wholestep.capture.output import Computed, Known, OutputTemplate
+from wholestep.capture.output import Computed, FromSlot, Known, OutputTemplate
 from wholestep.capture.session import Lifted, Session
 from wholestep.errors import CaptureError
 from wholestep.graph import Slot, SlotKind
@@ -42,24 +41,25 @@ class Collected:
 
 def collect(session: Session, found: Reachable, bindings: dict[str, binding.Binding], returned: Any) -> Collected:
     """Read back the returned tree, gradients, buffers, parameters and optimizer state of a finished trace."""
-    result = _collect_outputs(session, returned)
+    result = _collect_outputs(session, bindings, returned)
     rebound = _collect_buffers(session, bindings, result)
     _collect_state(session, found, bindings, result, rebound)
     for lifted in session.lifted.values():
         if isinstance(lifted.twin, torch.Tensor) and lifted.slot.id not in rebound:
             result.updates[lifted.slot.id] = result.add(lifted.twin)
     _collect_gradients(session, result)
-    _refuse_python_effects(found)
+    _refuse_option_changes(found)
     return result
 
 
-def _collect_outputs(session: Session, returned: Any) -> Collected:
+def _collect_outputs(session: Session, bindings: dict[str, binding.Binding], returned: Any) -> Collected:
     values: list[Any] = []
-    reals = {id(lifted.twin): lifted.real for lifted in session.lifted.values()}
+    slots = {id(lifted.twin): lifted for lifted in session.lifted.values()}
 
-    def template(leaf: Any) -> Computed | Known:
-        if id(leaf) in reals:
-            return Known(reals[id(leaf)])
+    def template(leaf: Any) -> Computed | FromSlot | Known:
+        if id(leaf) in slots:
+            lifted = slots[id(leaf)]
+            return FromSlot(bindings.get(lifted.slot.id) or binding.FixedTensor(lifted.real))
         if isinstance(leaf, _SYMBOLIC) or _torch.is_traced(leaf):
             values.append(leaf)
             return Computed(len(values) - 1)
@@ -146,7 +146,7 @@ def _add_result(result: Collected, slot: Slot, value: Any) -> None:
         result.constants[slot.id] = value
 
 
-def _refuse_python_effects(found: Reachable) -> None:
+def _refuse_option_changes(found: Reachable) -> None:
     """Learning rates and group options that the step itself changes would be frozen at their captured value."""
     for name, optimizer in found.optimizers.items():
         for index, group in enumerate(optimizer.param_groups):
@@ -160,8 +160,3 @@ def _refuse_python_effects(found: Reachable) -> None:
 
 def _type_of(tensor: Any) -> tuple[Any, ...]:
     return tuple(_torch.expression(size) for size in tensor.shape), tensor.dtype, tensor.device
-
-
-def module_attributes(module: nn.Module) -> dict[str, Any]:
-    """Plain numbers and strings on a module: what its forward may branch on."""
-    return {key: value for key, value in vars(module).items() if isinstance(value, (bool, int, float, str))}

@@ -50,7 +50,8 @@ def reachable(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[
     optimizers: dict[str, Optimizer] = {}
     free_values: dict[str, FreeValue] = {}
     arguments = [(name, value, None) for name, value in _named_arguments(function, args, kwargs)]
-    free = [(name, read(), read) for name, read in _free_variables(function, _MAX_DEPTH)]
+    inside = [item for name, value, _ in arguments if _is_plain_object(value) for item in _attributes(name, value)]
+    free = [(name, read(), read) for name, read in [*inside, *_free_variables(function, _MAX_DEPTH)]]
     for name, value, read in [*arguments, *free]:
         if isinstance(value, nn.Module):
             _add(modules, name, value)
@@ -113,11 +114,8 @@ def _free_variables(function: Callable[..., Any], depth: int) -> Iterator[tuple[
     """Readers of what a function uses from outside, following helpers of the same module and a bound `self`."""
     if depth == 0:
         return
-    if isinstance(function, MethodType):
-        owner = function.__self__
-        if not isinstance(owner, (nn.Module, type)):
-            for name in vars(owner):
-                yield f"self.{name}", functools.partial(vars(owner).get, name)
+    if isinstance(function, MethodType) and _is_plain_object(function.__self__):
+        yield from _attributes("self", function.__self__)
     plain = inspect.unwrap(getattr(function, "__func__", function))
     if not isinstance(plain, FunctionType):
         return
@@ -130,6 +128,18 @@ def _free_variables(function: Callable[..., Any], depth: int) -> Iterator[tuple[
             and value is not plain
         ):
             yield from _free_variables(value, depth - 1)
+
+
+def _is_plain_object(value: Any) -> bool:
+    """An object of the user's with attributes, as a trainer or a batch of a class of its own."""
+    return hasattr(value, "__dict__") and not isinstance(
+        value, (nn.Module, Optimizer, torch.Tensor, type, FunctionType)
+    )
+
+
+def _attributes(name: str, owner: Any) -> Iterator[tuple[str, Callable[[], Any]]]:
+    for attribute in vars(owner):
+        yield f"{name}.{attribute}", functools.partial(vars(owner).get, attribute)
 
 
 def _outer_names(function: FunctionType) -> Iterator[tuple[str, Callable[[], Any]]]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from wholestep.capture import tree
+from wholestep.capture.binding import Binding
 
 
 class Computed:
@@ -16,8 +17,17 @@ class Computed:
         self.index = index
 
 
+class FromSlot:
+    """A leaf that is what a slot holds: a parameter, an argument handed through, a learning rate."""
+
+    __slots__ = ("where",)
+
+    def __init__(self, where: Binding) -> None:
+        self.where = where
+
+
 class Known:
-    """A leaf that is the same object after every call: a parameter, a buffer, a number, a string."""
+    """A leaf that is the same object after every call: a number, a string, None."""
 
     __slots__ = ("value",)
 
@@ -32,10 +42,14 @@ class OutputTemplate:
         self._template = template
         self._is_single = isinstance(template, Computed)
 
-    def fill(self, values: tuple[Any, ...]) -> Any:
-        """The return value of one call."""
+    def fill(self, values: tuple[Any, ...], leaves: list[Any]) -> Any:
+        """The return value of one call, from what the graph computed and the leaves of the call's arguments."""
         if self._is_single:
             return values[self._template.index]
-        return tree.map_leaves(
-            lambda leaf: values[leaf.index] if isinstance(leaf, Computed) else leaf.value, self._template
-        )
+
+        def resolve(leaf: Computed | FromSlot | Known) -> Any:
+            if isinstance(leaf, Computed):
+                return values[leaf.index]
+            return leaf.where.read(leaves) if isinstance(leaf, FromSlot) else leaf.value
+
+        return tree.map_leaves(resolve, self._template)

@@ -16,11 +16,13 @@ from wholestep.capture.optimizer_state import State
 
 
 @contextlib.contextmanager
-def lent_module(root: nn.Module, twin_of: Callable[[torch.Tensor], torch.Tensor]) -> Generator[None]:
+def lent_module(
+    root: nn.Module, twin_of: Callable[[torch.Tensor], torch.Tensor]
+) -> Generator[dict[nn.Module, dict[str, Any]]]:
     """Put twins into the parameter and buffer dicts of every submodule; on leaving, restore all their attributes.
 
     Attributes are restored whole (not just the tensors), so that a cache the forward leaves on the module does not keep
-    traced tensors alive.
+    traced tensors alive. Yields them as they were.
     """
     kept = [
         (module, dict(vars(module)), dict(_torch.own_parameters(module)), dict(_torch.own_buffers(module)))
@@ -32,7 +34,7 @@ def lent_module(root: nn.Module, twin_of: Callable[[torch.Tensor], torch.Tensor]
         )
         _torch.own_buffers(module).update({name: twin_of(b) for name, b in buffers.items() if b is not None})
     try:
-        yield
+        yield {module: attributes for module, attributes, _, _ in kept}
     finally:
         for module, attributes, parameters, buffers in kept:
             _refill(vars(module), attributes)

@@ -158,7 +158,7 @@ def _module_guard(name: str, root: nn.Module) -> Check:
         attributes = {key: value for key, value in vars(module).items() if type(value) in _SCALARS}
         keys = tuple(attributes)
         records.append((path, vars(module), operator.itemgetter(*keys), operator.itemgetter(*keys)(attributes), keys))
-    structure = [(module, tuple(module.named_children())) for _, module in modules]
+    structure = [(module, tuple(module.named_children()), _torch.num_hooks(module)) for _, module in modules]
 
     def check(_: Call) -> str | None:
         for path, attributes, read, expected, keys in records:
@@ -170,9 +170,11 @@ def _module_guard(name: str, root: nn.Module) -> Check:
             changed = next(key for key in keys if attributes[key] != _entry(expected, keys, key))
             old = _entry(expected, keys, changed)
             return f"'{changed}' of module '{path or name}' changed from {old!r} to {attributes[changed]!r}"
-        for module, children in structure:
+        for module, children, num_hooks in structure:
             if tuple(module.named_children()) != children:
                 return f"the submodules of '{name}' changed"
+            if _torch.num_hooks(module) != num_hooks:
+                return f"hooks were added to or removed from a module of '{name}'"
         return None
 
     return check
@@ -186,9 +188,12 @@ def _optimizer_guard(name: str, optimizer: Optimizer) -> Check:
     """Parameter groups, every option but the learning rate's value, and which state exists."""
     groups = [(list(group["params"]), _options(group)) for group in optimizer.param_groups]
     members = [p for params, _ in groups for p in params]
+    num_hooks = _torch.num_hooks(optimizer)
     state_keys = [tuple(optimizer.state[p]) if p in optimizer.state else () for p in members]
 
     def check(_: Call) -> str | None:
+        if _torch.num_hooks(optimizer) != num_hooks:
+            return f"hooks were added to or removed from {name}"
         if len(optimizer.param_groups) != len(groups):
             return f"{name} has {len(optimizer.param_groups)} parameter groups instead of {len(groups)}"
         for index, (group, (params, options)) in enumerate(zip(optimizer.param_groups, groups, strict=True)):

@@ -53,7 +53,7 @@ class Specialization:
         for binding, value in zip(self._results, results, strict=True):
             binding.write(value, leaves)  # pyright: ignore[reportAttributeAccessIssue]
         self.num_runs += 1
-        return self.capture.outputs.fill(outputs)
+        return self.capture.outputs.fill(outputs, leaves)
 
     def _slots_in_order(self) -> list[Any]:
         return [self.graph.slots[node.name] for node in self.graph.nodes if node.op == "placeholder"]
