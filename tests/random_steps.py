@@ -64,7 +64,7 @@ class OverChannels(Simple):
     """Layers that want (batch, channels, length)."""
 
     def forward(self, hidden: Tensor) -> Tensor:
-        return self.inner(hidden.transpose(1, 2)).transpose(1, 2)
+        return self.inner(hidden.transpose(1, 2).contiguous()).transpose(1, 2)
 
 
 class Residual(Simple):

@@ -45,7 +45,7 @@ _VALUE_ADVICE = (
     "A captured step cannot look at values while it runs: return the tensor and read it after the call, "
     "or use torch.where / torch.clamp instead of Python branches"
 )
-_NO_SYMBOLIC_KERNEL = (F.pad, torch.constant_pad_nd)
+_NO_SYMBOLIC_KERNEL = (F.pad, torch.constant_pad_nd, F.linear)
 _OUT_OF_PLACE = (torch.bernoulli, torch.Tensor.bernoulli)
 _GRAD_GET: Any = vars(torch.Tensor.__mro__[1])["grad"].__get__
 
