@@ -64,7 +64,14 @@ class OverChannels(Simple):
     """Layers that want (batch, channels, length)."""
 
     def forward(self, hidden: Tensor) -> Tensor:
-        return self.inner(hidden.transpose(1, 2).contiguous()).transpose(1, 2)
+        return self.inner(hidden.transpose(1, 2)).transpose(1, 2)
+
+
+class OverRows(Simple):
+    """Layers that want (rows, channels)."""
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return self.inner(hidden.flatten(0, 1)).view(hidden.shape)
 
 
 class Residual(Simple):
@@ -182,7 +189,7 @@ LAYERS: dict[str, Callable[[], Layer]] = {
     "linear": lambda: Simple(nn.Linear(WIDTH, WIDTH)),
     "conv": lambda: OverChannels(nn.Conv1d(WIDTH, WIDTH, 3, padding=1)),
     "layer_norm": lambda: Simple(nn.LayerNorm(WIDTH)),
-    "batch_norm": lambda: OverChannels(nn.BatchNorm1d(WIDTH)),
+    "batch_norm": lambda: OverRows(nn.BatchNorm1d(WIDTH)),
     "dropout": lambda: Simple(nn.Dropout(0.2)),
     "relu_": InPlaceActivation,
     "gelu": lambda: Simple(nn.GELU()),
@@ -324,7 +331,7 @@ def _options(optimizer: str) -> st.SearchStrategy[dict[str, Any]]:
 
 
 @st.composite
-def plans(draw: st.DrawFn, optimizers: Sequence[str] = tuple(OPTIMIZERS), max_layers: int = 5) -> Plan:
+def plans(draw: st.DrawFn, optimizers: Sequence[str] = tuple(OPTIMIZERS), max_layers: int = 4) -> Plan:
     """Random plans; the simplest is one SGD step of a linear head."""
     optimizer = draw(st.sampled_from(optimizers))
     micro_batches = draw(st.sampled_from([1, 1, 2, 3]))
@@ -332,8 +339,12 @@ def plans(draw: st.DrawFn, optimizers: Sequence[str] = tuple(OPTIMIZERS), max_la
     same_size = draw(st.booleans())
     others = st.integers(2, 5).map(lambda number: number * micro_batches)
     sizes = (size, *(size if same_size else draw(others) for _ in range(STEPS - 1)))
+    layers = tuple(draw(st.lists(st.sampled_from(list(LAYERS)), max_size=max_layers)))
+    # Eager's autocast keeps one cast of a weight that is used twice, which changes how its gradient is rounded:
+    # test_step_shapes.py has that case, here it would drown every other one.
+    may_autocast = "tied" not in layers
     return Plan(
-        layers=tuple(draw(st.lists(st.sampled_from(list(LAYERS)), max_size=max_layers))),
+        layers=layers,
         optimizer=optimizer,
         options=tuple(draw(_options(optimizer)).items()),
         two_groups=draw(st.booleans()),
@@ -344,8 +355,8 @@ def plans(draw: st.DrawFn, optimizers: Sequence[str] = tuple(OPTIMIZERS), max_la
         clear=draw(st.sampled_from(["start", "end", "zeros at start", "zeros at end", "model at start", "never"])),
         outputs=tuple(draw(st.sets(st.sampled_from(["logits", "norm", "weight", "new_weight", "gradient"])))),
         average=draw(st.booleans()),
-        autocast=draw(st.sampled_from([False, False, False, True])),
+        autocast=draw(st.sampled_from([False, False, False, may_autocast])),
         sizes=sizes,
-        dynamic_batch=draw(st.sampled_from(["auto", True, False])),
+        dynamic_batch=draw(st.sampled_from(["auto", "auto", True, False])),
         seed=draw(st.integers(0, 99)),
     )

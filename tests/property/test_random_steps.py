@@ -1,7 +1,7 @@
 """Random models and train steps against eager, bit for bit after each of three steps."""
 
 import pytest
-from hypothesis import HealthCheck, given, note, settings
+from hypothesis import HealthCheck, Phase, given, note, settings
 from hypothesis import strategies as st
 from tests.random_steps import FAMILIES, STEPS, Plan, build_world, call, make_batch, make_step, plans
 from tests.twins import Twins
@@ -11,6 +11,7 @@ DETERMINISTIC = settings(
     database=None,
     deadline=None,
     max_examples=70,
+    phases=[Phase.explicit, Phase.generate, Phase.shrink],
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
 )
 

@@ -130,32 +130,38 @@ def _kind(value: Any) -> Any:
 
 
 class _Recorder(_torch.TorchDispatchMode):
-    """Remembers which operators a call reaches, and with which tensors."""
+    """Remembers which operators a call reaches, and with which arguments."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.calls: list[tuple[Any, list[int]]] = []
+        self.calls: list[tuple[Any, list[Any]]] = []
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         if _torch.namespace(func) != "prim":  # questions about metadata that fake tensors ask themselves
-            self.calls.append((func, _tensor_ids((args, kwargs or {}))))
+            self.calls.append((func, _signature(func, args, kwargs or {})))
         return func(*args, **(kwargs or {}))
 
 
-def _tensor_ids(value: Any) -> list[int]:
+def _signature(target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
+    """All arguments of a call in schema order, defaults filled in (a binding may have defaults of its own)."""
+    arguments = _torch.schema(target).arguments
+    given = {argument.name: value for argument, value in zip(arguments, args, strict=False)} | kwargs
+    return [_comparable(given.get(argument.name, argument.default_value)) for argument in arguments]
+
+
+def _comparable(value: Any) -> Any:
+    """Tensors by identity, symbolic sizes by expression, sequences as tuples."""
     if isinstance(value, torch.Tensor):
-        return [id(value)]
-    if isinstance(value, dict):
-        return [found for item in value.values() for found in _tensor_ids(item)]
+        return ("tensor", id(value))
     if isinstance(value, (list, tuple)):
-        return [found for item in value for found in _tensor_ids(item)]
-    return []
+        return tuple([_comparable(item) for item in value])
+    return _torch.expression(value)
 
 
 def _reaches(graph: StepGraph, node: fx.Node, binding: Callable[..., Any]) -> bool:
-    """Try a binding on the node's fake arguments: does it call the node's operator, once, on the same tensors?"""
+    """Try a binding on the node's fake arguments: does it call the node's operator, once, with the same arguments?"""
     args, kwargs = map_nodes((node.args, node.kwargs), lambda source: source.meta["val"])
     recorder = _Recorder()
     try:
@@ -163,4 +169,4 @@ def _reaches(graph: StepGraph, node: fx.Node, binding: Callable[..., Any]) -> bo
             binding(*args, **kwargs)
     except Exception:  # a binding with another signature: not a candidate
         return False
-    return recorder.calls == [(node.target, _tensor_ids((args, kwargs)))]
+    return recorder.calls == [(node.target, _signature(node.target, args, kwargs))]

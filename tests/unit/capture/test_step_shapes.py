@@ -469,6 +469,60 @@ def test_models_with_a_fused_optimizer(name: str) -> None:
     assert_same(small_world(MODELS[name], functools.partial(AdamW, lr=0.01, fused=True)), mse_step)
 
 
+class OverChannels(nn.Module):
+    """A layer over (batch, channels, length), where the data are (batch, length, channels)."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.first, self.inner, self.last = nn.Linear(4, 4), inner, nn.Linear(4, 3)
+
+    def forward(self, features: Tensor) -> Tensor:
+        hidden = self.first(features.view(2, 3, 4)).transpose(1, 2)
+        return self.last(self.inner(hidden).transpose(1, 2)).flatten(0, 1)
+
+
+STRIDES = pytest.mark.xfail(
+    strict=True, reason="strides of the fake result are not the kernel's: a reshape is traced as a view that fails"
+)
+
+
+@pytest.mark.parametrize(
+    "inner",
+    [
+        nn.Conv1d(4, 4, 3, padding=1),
+        nn.ConvTranspose1d(4, 4, 3, padding=1),
+        nn.GroupNorm(2, 4),
+        nn.InstanceNorm1d(4, affine=True),
+        nn.MaxPool1d(3, 1, 1),
+        nn.AvgPool1d(3, 1, 1),
+        nn.PReLU(4),
+        nn.Softmax(1),
+        nn.Dropout(0.3),
+        nn.Dropout1d(0.3),
+        pytest.param(nn.BatchNorm1d(4), marks=STRIDES),
+        pytest.param(nn.BatchNorm1d(4).eval(), marks=STRIDES),
+        pytest.param(nn.LogSoftmax(1), marks=STRIDES),
+        pytest.param(nn.RReLU(), marks=STRIDES),
+    ],
+    ids=lambda inner: type(inner).__name__,
+)
+def test_layers_over_transposed_memory(inner: nn.Module) -> None:
+    assert_same(small_world(lambda: OverChannels(copy.deepcopy(inner))), mse_step)
+
+
+@pytest.mark.parametrize(
+    "inner",
+    [nn.Conv2d(4, 4, 3, padding=1), nn.BatchNorm2d(4), nn.GroupNorm(2, 4), nn.MaxPool2d(3, 1, 1), nn.Dropout(0.5)],
+    ids=lambda inner: type(inner).__name__,
+)
+def test_layers_in_channels_last(inner: nn.Module) -> None:
+    def make_model() -> nn.Module:
+        layers = (nn.Unflatten(1, (1, 2, 2)), nn.Conv2d(1, 4, 1), copy.deepcopy(inner), nn.Flatten(), nn.Linear(16, 3))
+        return nn.Sequential(*layers).to(memory_format=torch.channels_last)  # pyright: ignore[reportCallIssue]
+
+    assert_same(small_world(make_model), mse_step)
+
+
 @pytest.mark.parametrize("options", [{}, {"max_norm": 0.5}, {"padding_idx": 0, "scale_grad_by_freq": True}])
 def test_integer_inputs(options: dict[str, Any]) -> None:
     def make_model() -> nn.Module:
