@@ -214,7 +214,11 @@ OPTIMIZERS: dict[str, Callable[..., Optimizer]] = {
     "adagrad": Adagrad,
     "nadam": NAdam,
 }
-FAMILIES: dict[str, tuple[str, ...]] = {"sgd": ("sgd",), "adam": ("adam", "adamw"), "others": ("rmsprop", "adagrad", "nadam")}
+FAMILIES: dict[str, tuple[str, ...]] = {
+    "sgd": ("sgd",),
+    "adam": ("adam", "adamw"),
+    "others": ("rmsprop", "adagrad", "nadam"),
+}
 
 
 class RandomModel(nn.Module):

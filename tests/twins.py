@@ -1,6 +1,6 @@
 """Two worlds built alike, one trained eagerly and one compiled, compared after every step.
 
-`tests.parity` does this for one model, one optimizer and one dict of tensors; this does it for train steps of any shape.
+`tests.parity` does this for one model, one optimizer and one dict of tensors; this does it for any train step.
 """
 
 import copy

@@ -124,7 +124,9 @@ def _arcs(graph: StepGraph) -> list[str]:
         x0, x1 = _x(start, len(position)), _x(end, len(position))
         # A cubic curve reaches three quarters of the height of its control points.
         y = round(ARC_BASE - (ARC_BASE - ARC_TOP) / 0.75 * (end - start) / longest, 1)
-        parts.append(f'<path class="arc line-{phase}" d="M{x0:g} {ARC_BASE}C{x0:g} {y:g} {x1:g} {y:g} {x1:g} {ARC_BASE}"/>')
+        parts.append(
+            f'<path class="arc line-{phase}" d="M{x0:g} {ARC_BASE}C{x0:g} {y:g} {x1:g} {y:g} {x1:g} {ARC_BASE}"/>'
+        )
     return parts
 
 
@@ -153,7 +155,9 @@ def _memory(profile: MemoryProfile) -> list[str]:
         steps = [(index + side, profile.live_bytes[index]) for index in range(start, end) for side in (0, 1)]
         outline = "L".join(f"{_x(op, num_ops):g} {y(live):g}" for op, live in steps)
         left, right = _x(start, num_ops), _x(end, num_ops)
-        parts.append(f'<path class="area fill-{phase}" d="M{outline}L{right:g} {MEMORY_BASE}L{left:g} {MEMORY_BASE}Z"/>')
+        parts.append(
+            f'<path class="area fill-{phase}" d="M{outline}L{right:g} {MEMORY_BASE}L{left:g} {MEMORY_BASE}Z"/>'
+        )
         parts.append(f'<path class="edge line-{phase}" d="M{outline}"/>')
     floor = y(profile.slot_bytes)
     parts.append(

@@ -49,6 +49,8 @@ from torch.fx.node import _side_effectful_functions
 from torch.optim.optimizer import Optimizer
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
+from wholestep.errors import CaptureError
+
 __all__ = [
     "DATA_DEPENDENT_ERRORS",
     "FakeTensor",
@@ -242,9 +244,24 @@ def trace(function: Callable[[], Any], mode: FakeTensorMode, *, symbolic_sizes: 
 def _lazily(function: Callable[[], Any]) -> Callable[[], Any]:
     """Record arithmetic on symbolic sizes only where an op uses the result; most of it only serves bookkeeping."""
 
+    caches_casts = torch.is_autocast_cache_enabled()
+    seed_state = torch.get_rng_state()
+
     def run() -> Any:
-        with maybe_enable_thunkify():
-            return function()
+        # make_fx switches the cache of autocast off; a weight used twice would then be cast twice, unlike in eager.
+        torch.clear_autocast_cache()
+        torch.set_autocast_cache_enabled(caches_casts)
+        try:
+            with maybe_enable_thunkify():
+                result = function()
+        finally:
+            torch.clear_autocast_cache()
+            torch.set_autocast_cache_enabled(False)
+        if not torch.equal(torch.get_rng_state(), seed_state):
+            raise CaptureError(
+                "the step sets the random seed or state itself", advice="Call torch.manual_seed outside the step"
+            )
+        return result
 
     return run
 
@@ -366,6 +383,39 @@ def own_parameters(module: torch.nn.Module) -> dict[str, torch.nn.Parameter | No
 def own_buffers(module: torch.nn.Module) -> dict[str, torch.Tensor | None]:
     """The dict that holds a module's own buffers."""
     return module._buffers
+
+
+def tensor_hooks(tensor: torch.Tensor) -> list[Callable[..., Any]]:
+    """Hooks that run when a leaf's gradient is computed or accumulated."""
+    return [*_gradient_hooks(tensor), *_accumulated_hooks(tensor)]
+
+
+def _gradient_hooks(tensor: torch.Tensor) -> list[Callable[..., Any]]:
+    return list((tensor._backward_hooks or {}).values())
+
+
+def _accumulated_hooks(tensor: torch.Tensor) -> list[Callable[..., Any]]:
+    return list((getattr(tensor, "_post_accumulate_grad_hooks", None) or {}).values())
+
+
+def carry_hooks(
+    real: torch.Tensor, twin: torch.Tensor, inside: Callable[[], contextlib.AbstractContextManager[Any]]
+) -> None:
+    """Give a traced leaf the hooks of the real one; each runs inside `inside()`, and is handed the real tensor."""
+
+    def call(hook: Callable[..., Any], value: Any) -> Any:
+        with inside():
+            return hook(value)
+
+    for hook in _gradient_hooks(real):
+        twin.register_hook(functools.partial(call, hook))
+    for hook in _accumulated_hooks(real):
+        twin.register_post_accumulate_grad_hook(lambda _, hook=hook: call(hook, real))
+
+
+def num_tensor_hooks(tensor: torch.Tensor) -> int:
+    """How many hooks a leaf has."""
+    return len(tensor._backward_hooks or ()) + len(getattr(tensor, "_post_accumulate_grad_hooks", None) or ())
 
 
 def num_hooks(owner: torch.nn.Module | Optimizer) -> tuple[int, ...]:

@@ -71,6 +71,7 @@ class _Call:
     states: dict[str, State] = field(default_factory=dict)
     parameter_names: dict[int, str] = field(default_factory=dict)
     changes: list[effects.Change] = field(default_factory=list)
+    options: dict[str, list[Any]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.session = Session(_torch.new_fake_mode(), has_symbolic_sizes=bool(self.dynamic_leaves))
@@ -113,6 +114,7 @@ def _trace(
     """Trace one call; whatever the step raises becomes a `CaptureError`."""
     call = _Call(function, args, kwargs, found, dynamic_leaves)
     call.states = {name: {**initial_state(opt), **opt.state} for name, opt in found.optimizers.items()}
+    call.options = {name: _options(opt) for name, opt in found.optimizers.items()}
     collected: list[Collected] = []
     try:
         module = _torch.trace(
@@ -171,6 +173,8 @@ def _traced_run(call: _Call, collected: list[Collected]) -> list[Any]:
             returned = call.function(*args, **kwargs)
             session.annotate()
         result = collect(session, call.found, call.bindings, returned)
+        _refuse_option_changes(call)
+        effects.refuse_mode_changes(call.found, attributes)
         slots = {id(lifted.twin) for lifted in session.lifted.values()}
         for module, before in zip(call.found.modules.values(), attributes, strict=True):
             call.changes += effects.module_changes(module, before, slots)
@@ -189,7 +193,9 @@ def _lift_module(call: _Call, prefix: str, module: nn.Module) -> None:
         for name, buffer in _torch.own_buffers(submodule).items():
             if buffer is not None:
                 fqn = f"{prefix}{path}.{name}" if path else f"{prefix}{name}"
-                _lift(call, buffer, Slot(SlotKind.BUFFER, fqn), binding.BufferOf(submodule, name))
+                twin = _lift(call, buffer, Slot(SlotKind.BUFFER, fqn), binding.BufferOf(submodule, name))
+                slot_id = next(lifted.slot.id for lifted in call.session.lifted.values() if lifted.twin is twin)
+                call.session.buffer_slots[id(submodule), name] = slot_id
 
 
 def _lift_loose_parameters(call: _Call, optimizer_name: str, optimizer: Optimizer) -> None:
@@ -261,6 +267,32 @@ def _lent_optimizer(call: _Call, name: str, optimizer: Optimizer) -> contextlib.
     return swap.lent_optimizer(optimizer, call.states[name], twin_of, lift_state, lift_rate)
 
 
+def _options(optimizer: Optimizer) -> list[Any]:
+    """Everything of an optimizer that is neither a tensor slot nor a learning rate."""
+    own = {key: value for key, value in vars(optimizer).items() if not key.startswith("_")}
+    fixed = [value for key, value in own.items() if key not in ("state", "param_groups")]
+    groups = [{k: v for k, v in group.items() if k not in ("params", "lr")} for group in optimizer.param_groups]
+    return [discover.fingerprint(value) for value in (*fixed, groups)]
+
+
+def _refuse_option_changes(call: _Call) -> None:
+    """Options, counts and rates that the step itself sets would be frozen at their captured value."""
+    twins = {id(lifted.twin) for lifted in call.session.lifted.values()}
+    for name, optimizer in call.found.optimizers.items():
+        rates = [group["lr"] for group in optimizer.param_groups if "lr" in group]
+        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        if _options(optimizer) != call.options[name] or any(id(value) not in twins for value in [*rates, *parameters]):
+            raise CaptureError(
+                f"the step changes an option, count or learning rate of {name} (a {type(optimizer).__name__})",
+                advice="A captured step does not run Python again: change optimizer options outside of it",
+            )
+    for lifted in call.session.parameters:
+        if lifted.twin.requires_grad is not lifted.real.requires_grad:
+            raise CaptureError(
+                f"the step changes requires_grad of '{lifted.slot.name}'", advice="Freeze parameters outside the step"
+            )
+
+
 def _lift(call: _Call, real: Any, slot: Slot, where: binding.Binding, dynamic_dims: tuple[int, ...] = ()) -> Any:
     call.bindings.setdefault(slot.id, where)
     return call.session.lift(real, slot, dynamic_dims)
@@ -286,7 +318,7 @@ def _state_to_install(call: _Call) -> list[tuple[Optimizer, torch.Tensor, dict[s
         (optimizer, parameter, entries)
         for name, optimizer in call.found.optimizers.items()
         for parameter, entries in call.states[name].items()
-        if parameter not in optimizer.state and id(session.twins[id(parameter)]) in session.touched_by_optimizer
+        if parameter not in optimizer.state and (id(optimizer), id(session.twins[id(parameter)])) in session.touched
     ]
 
 

@@ -42,13 +42,12 @@ class Collected:
 def collect(session: Session, found: Reachable, bindings: dict[str, binding.Binding], returned: Any) -> Collected:
     """Read back the returned tree, gradients, buffers, parameters and optimizer state of a finished trace."""
     result = _collect_outputs(session, bindings, returned)
-    rebound = _collect_buffers(session, bindings, result)
+    rebound = _collect_buffers(session, found, bindings, result)
     _collect_state(session, found, bindings, result, rebound)
     for lifted in session.lifted.values():
         if isinstance(lifted.twin, torch.Tensor) and lifted.slot.id not in rebound:
             result.updates[lifted.slot.id] = result.add(lifted.twin)
     _collect_gradients(session, result)
-    _refuse_option_changes(found)
     return result
 
 
@@ -61,8 +60,9 @@ def _collect_outputs(session: Session, bindings: dict[str, binding.Binding], ret
             lifted = slots[id(leaf)]
             return FromSlot(bindings.get(lifted.slot.id) or binding.FixedTensor(lifted.real))
         if isinstance(leaf, _SYMBOLIC) or _torch.is_traced(leaf):
-            values.append(leaf)
-            return Computed(len(values) - 1)
+            position = next((index for index, value in enumerate(values) if value is leaf), len(values))
+            values[position:] = values[position:] or [leaf]
+            return Computed(position)
         return Known(leaf)
 
     outputs = OutputTemplate(tree.map_leaves(template, returned))
@@ -72,24 +72,41 @@ def _collect_outputs(session: Session, bindings: dict[str, binding.Binding], ret
     return result
 
 
-def _collect_buffers(session: Session, bindings: dict[str, binding.Binding], result: Collected) -> set[str]:
+def _collect_buffers(
+    session: Session, found: Reachable, bindings: dict[str, binding.Binding], result: Collected
+) -> set[str]:
     """Buffers that the forward rebound (`self.count = self.count + 1`) are updates like those written in place."""
+    lifted_by_twin = {id(lifted.twin): lifted for lifted in session.lifted.values()}
+    current: dict[str, list[Any]] = {}
+    for root in found.modules.values():
+        for path, module in root.named_modules():
+            for name, value in _torch.own_parameters(module).items():
+                if value is not None and id(value) not in lifted_by_twin:
+                    raise _replaced(f"parameter '{path}.{name}'")
+            for name, value in _torch.own_buffers(module).items():
+                slot_id = session.buffer_slots.get((id(module), name))
+                if slot_id is not None:
+                    current.setdefault(slot_id, []).append(value)
+                elif value is not None:
+                    raise _replaced(f"buffer '{path}.{name}'")
     rebound: set[str] = set()
-    for lifted in session.lifted.values():
-        where = bindings.get(lifted.slot.id)
-        if not isinstance(where, binding.BufferOf):
+    for slot_id, values in current.items():
+        lifted = next(lifted for lifted in session.lifted.values() if lifted.slot.id == slot_id)
+        if all(value is lifted.twin for value in values):
             continue
-        current = _torch.own_buffers(where.module).get(where.name)
-        if current is lifted.twin:
-            continue
-        if not _torch.is_traced(current) or _type_of(current) != _type_of(lifted.twin):
-            raise CaptureError(
-                f"the forward replaces buffer '{lifted.slot.name}' by something of another shape, dtype or kind",
-                advice="A buffer must keep its type from step to step",
-            )
-        rebound.add(lifted.slot.id)
-        result.updates[lifted.slot.id] = result.add(current)
+        is_same = all(value is values[0] for value in values)
+        if not is_same or not _torch.is_traced(values[0]) or _type_of(values[0]) != _type_of(lifted.twin):
+            raise _replaced(f"buffer '{lifted.slot.name}'")
+        rebound.add(slot_id)
+        result.updates[slot_id] = result.add(values[0])
     return rebound
+
+
+def _replaced(what: str) -> CaptureError:
+    return CaptureError(
+        f"the step replaces or adds {what} by something that cannot be carried from step to step",
+        advice="Write to it in place, or assign a tensor of the same shape and dtype; create it before the first step",
+    )
 
 
 def _collect_state(
@@ -103,6 +120,9 @@ def _collect_state(
     }
     owners = {id(lifted.twin): lifted for lifted in session.parameters}
     for name, optimizer in found.optimizers.items():
+        present = {(id(optimizer), id(twin), key) for twin, entries in optimizer.state.items() for key in entries}
+        if any(key[0] == id(optimizer) and key not in present for key in slots):
+            raise CaptureError(f"the step removes state of {name}", advice="Reset optimizer state outside the step")
         for twin, entries in optimizer.state.items():
             for key, value in entries.items():
                 known = slots.get((id(optimizer), id(twin), key))
@@ -144,18 +164,6 @@ def _add_result(result: Collected, slot: Slot, value: Any) -> None:
         result.results[slot.id] = result.add(value)
     else:
         result.constants[slot.id] = value
-
-
-def _refuse_option_changes(found: Reachable) -> None:
-    """Learning rates and group options that the step itself changes would be frozen at their captured value."""
-    for name, optimizer in found.optimizers.items():
-        for index, group in enumerate(optimizer.param_groups):
-            leaked = [key for key, value in group.items() if isinstance(value, _SYMBOLIC) and key != "lr"]
-            if leaked:
-                raise CaptureError(
-                    f"the step changes '{leaked[0]}' of {name}.param_groups[{index}]",
-                    advice="Change optimizer options outside the compiled step",
-                )
 
 
 def _type_of(tensor: Any) -> tuple[Any, ...]:

@@ -1,4 +1,8 @@
-"""Finding the models and optimizers a train step works on: in its arguments, closure, globals and `self`."""
+"""What a train step can see: models and optimizers in its arguments, closure, globals and `self`, and plain values.
+
+Models and optimizers found here take part in the capture. Everything else the step reads from outside its arguments is
+kept as a `FreeValue`: the graph has it baked in, so a change means a new capture.
+"""
 
 from __future__ import annotations
 
@@ -7,25 +11,38 @@ import functools
 import inspect
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from types import CellType, CodeType, FunctionType, MethodType
+from types import CellType, CodeType, FunctionType, MethodType, ModuleType
 from typing import Any
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from wholestep import _torch
 from wholestep.capture import tree
 from wholestep.errors import CaptureError
 
 _MAX_DEPTH = 4
+_SCALARS = (bool, int, float, str, type(None))
+
+Read = Callable[[], Any]
 
 
 @dataclass(frozen=True)
 class FreeValue:
-    """A number, string or tensor the step reads from its closure or globals; a change means a new capture."""
+    """Something the step reads from outside: how to read it again, and what it was (see `fingerprint`)."""
 
-    read: Callable[[], Any]
+    read: Read
     value: Any
+    print: Any
+
+    @staticmethod
+    def of(read: Read) -> FreeValue:
+        value = read()
+        return FreeValue(read, value, fingerprint(value))
+
+    def has_changed(self) -> bool:
+        return fingerprint(self.read()) != self.print
 
 
 @dataclass(frozen=True)
@@ -41,24 +58,38 @@ class Reachable:
         return "" if len(self.modules) == 1 else f"{name}."
 
 
+def fingerprint(value: Any, depth: int = 3) -> Any:
+    """A comparable picture of a value: numbers and text as they are, containers item by item, the rest by identity."""
+    if isinstance(value, _SCALARS):
+        return (type(value), value)
+    if depth and isinstance(value, (list, tuple)):
+        return (type(value), *[fingerprint(item, depth - 1) for item in value])
+    if depth and isinstance(value, dict):
+        return (type(value), *[(key, fingerprint(item, depth - 1)) for key, item in value.items()])
+    return id(value)
+
+
 def reachable(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Reachable:
     """Collect models, optimizers and free values; a module inside another found module is not listed again.
 
-    Raises `CaptureError` when there is no optimizer or model at all: then the function is no train step.
+    Raises `CaptureError` when there is no model at all: then the function is no train step.
     """
     modules: dict[str, nn.Module] = {}
     optimizers: dict[str, Optimizer] = {}
     free_values: dict[str, FreeValue] = {}
-    arguments = [(name, value, None) for name, value in _named_arguments(function, args, kwargs)]
-    inside = [item for name, value, _ in arguments if _is_plain_object(value) for item in _attributes(name, value)]
-    free = [(name, read(), read) for name, read in [*inside, *_free_variables(function, _MAX_DEPTH)]]
-    for name, value, read in [*arguments, *free]:
-        if isinstance(value, nn.Module):
-            _add(modules, name, value)
-        elif isinstance(value, Optimizer):
-            _add(optimizers, name, value)
-        elif read is not None and isinstance(value, (bool, int, float, str, torch.Tensor)):
-            free_values[name] = FreeValue(read, value)
+    names = _attribute_names(function, _MAX_DEPTH)
+    for name, value in _named_arguments(function, args, kwargs):
+        _sort(name, value, modules, optimizers)
+        if is_plain_object(value):
+            for attribute, read in _attributes(name, value, names):
+                _sort(attribute, read(), modules, optimizers)
+                free_values[attribute] = FreeValue.of(read)
+    for name, read in _free_variables(function, names, _MAX_DEPTH):
+        _sort(name, read(), modules, optimizers)
+        free_values[name] = FreeValue.of(read)
+    for module in list(modules.values()):
+        for name, read in _hook_variables(module):
+            _sort(name, read(), modules, optimizers)
     inner = {id(child) for module in modules.values() for child in module.modules() if child is not module}
     modules = {name: module for name, module in modules.items() if id(module) not in inner}
     if not modules:
@@ -92,9 +123,17 @@ def argument_names(function: Callable[..., Any], num_args: int) -> list[str]:
     return names[:num_args]
 
 
-def _add(found: dict[str, Any], name: str, value: Any) -> None:
-    if not any(value is other for other in found.values()):
-        found[name] = value
+def _sort(name: str, value: Any, modules: dict[str, nn.Module], optimizers: dict[str, Optimizer]) -> None:
+    """File a value, or what a container holds, under modules or optimizers."""
+    leaves, _ = tree.flatten(value)
+    for path, leaf in zip(tree.paths(value, name), leaves, strict=True):
+        found: dict[str, Any] | None = None
+        if isinstance(leaf, nn.Module):
+            found = modules
+        elif isinstance(leaf, Optimizer):
+            found = optimizers
+        if found is not None and not any(leaf is other for other in found.values()):
+            found[path] = leaf
 
 
 def _name(function: Callable[..., Any]) -> str:
@@ -110,45 +149,92 @@ def _named_arguments(
         yield from zip(tree.paths(value, name), leaves, strict=True)
 
 
-def _free_variables(function: Callable[..., Any], depth: int) -> Iterator[tuple[str, Callable[[], Any]]]:
+def _free_variables(function: Callable[..., Any], names: set[str], depth: int) -> Iterator[tuple[str, Read]]:
     """Readers of what a function uses from outside, following helpers of the same module and a bound `self`."""
     if depth == 0:
         return
-    if isinstance(function, MethodType) and _is_plain_object(function.__self__):
-        yield from _attributes("self", function.__self__)
-    plain = inspect.unwrap(getattr(function, "__func__", function))
-    if not isinstance(plain, FunctionType):
+    if isinstance(function, functools.partial):
+        for key, value in [*enumerate(function.args), *function.keywords.items()]:
+            yield f"partial[{key!r}]", functools.partial(_identity, value)
+        yield from _free_variables(function.func, names, depth - 1)
+        return
+    owner = getattr(function, "__self__", None)
+    if isinstance(owner, nn.Module):
+        yield "self", functools.partial(_identity, owner)
+    elif isinstance(function, MethodType) and is_plain_object(owner):
+        yield from _attributes("self", owner, names)
+    plain = _plain_function(function)
+    if plain is None:
+        if is_plain_object(function):
+            yield from _free_variables(function.__call__, names, depth - 1)
         return
     for name, read in _outer_names(plain):
         yield name, read
         value = read()
-        if (
-            isinstance(value, (FunctionType, MethodType))
-            and value.__module__ == plain.__module__
-            and value is not plain
-        ):
-            yield from _free_variables(value, depth - 1)
+        if is_plain_object(value):
+            yield from _attributes(name, value, names)
+        if _is_helper(value, plain):
+            yield from _free_variables(value, names, depth - 1)
 
 
-def _is_plain_object(value: Any) -> bool:
-    """An object of the user's with attributes, as a trainer or a batch of a class of its own."""
-    return hasattr(value, "__dict__") and not isinstance(
-        value, (nn.Module, Optimizer, torch.Tensor, type, FunctionType)
+def _attribute_names(function: Callable[..., Any], depth: int) -> set[str]:
+    """Every name that the code of a step and of its helpers mentions: the attributes of objects it may read."""
+    function = function.func if isinstance(function, functools.partial) else function
+    plain = _plain_function(function) or _plain_function(getattr(function, "__call__", None))  # noqa: B004
+    if plain is None or depth == 0:
+        return set()
+    names = set(_names_in(plain.__code__))
+    for _, read in _outer_names(plain):
+        value = read()
+        if _is_helper(value, plain):
+            names |= _attribute_names(value, depth - 1)
+    owner = getattr(function, "__self__", None)
+    for name in names & set(dir(type(owner))) if is_plain_object(owner) else ():
+        method = getattr(type(owner), name)
+        if isinstance(method, FunctionType) and method is not plain:
+            names |= set(_names_in(method.__code__))
+    return names
+
+
+def _is_helper(value: Any, caller: FunctionType) -> bool:
+    """A function defined beside the step, which is followed as if it were part of it."""
+    return (
+        isinstance(value, (FunctionType, MethodType)) and value.__module__ == caller.__module__ and value is not caller
     )
 
 
-def _attributes(name: str, owner: Any) -> Iterator[tuple[str, Callable[[], Any]]]:
+def _plain_function(function: Any) -> FunctionType | None:
+    plain = inspect.unwrap(getattr(function, "__func__", function)) if callable(function) else None
+    return plain if isinstance(plain, FunctionType) else None
+
+
+def is_plain_object(value: Any) -> bool:
+    """An object of the user's with attributes, as a trainer or a batch of a class of its own."""
+    excluded = (nn.Module, Optimizer, torch.Tensor, type, FunctionType, MethodType, ModuleType, functools.partial)
+    return hasattr(value, "__dict__") and not isinstance(value, excluded)
+
+
+def _attributes(name: str, owner: Any, names: set[str]) -> Iterator[tuple[str, Read]]:
     for attribute in vars(owner):
-        yield f"{name}.{attribute}", functools.partial(vars(owner).get, attribute)
+        if attribute in names:
+            yield f"{name}.{attribute}", functools.partial(vars(owner).get, attribute)
 
 
-def _outer_names(function: FunctionType) -> Iterator[tuple[str, Callable[[], Any]]]:
+def _hook_variables(module: nn.Module) -> Iterator[tuple[str, Read]]:
+    """What hooks on parameters hold on to: the optimizers of a step that updates inside the backward."""
+    for name, parameter in module.named_parameters():
+        for hook in _torch.tensor_hooks(parameter):
+            yield from ((f"{name} hook {key}", read) for key, read in _free_variables(hook, set(), 2))
+
+
+def _outer_names(function: FunctionType) -> Iterator[tuple[str, Read]]:
     for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
         read = functools.partial(_cell_contents, cell)
         if read() is not _UNASSIGNED:
             yield name, read
-    for name in _global_names(function.__code__):
-        if name in function.__globals__ and not hasattr(builtins, name):
+    for name in dict.fromkeys(_names_in(function.__code__)):
+        value = function.__globals__.get(name, _UNASSIGNED)
+        if value is not _UNASSIGNED and not hasattr(builtins, name) and not isinstance(value, ModuleType):
             yield name, functools.partial(function.__globals__.get, name)
 
 
@@ -162,8 +248,13 @@ def _cell_contents(cell: CellType) -> Any:
         return _UNASSIGNED
 
 
-def _global_names(code: CodeType) -> Iterator[str]:
+def _identity(value: Any) -> Any:
+    return value
+
+
+def _names_in(code: CodeType) -> Iterator[str]:
+    """Names of globals and attributes in a function and the functions defined inside it."""
     yield from code.co_names
     for constant in code.co_consts:
         if isinstance(constant, CodeType):
-            yield from _global_names(constant)
+            yield from _names_in(constant)

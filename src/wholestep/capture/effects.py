@@ -56,13 +56,24 @@ def refuse_counters(changes: list[Change], found: Reachable) -> None:
 
 
 def refuse_outer_changes(found: Reachable) -> None:
-    """Numbers in the closure or globals that the step itself has just changed."""
+    """Numbers and containers in the closure, globals or objects that the step itself has just changed."""
     for name, free in found.free_values.items():
-        now = free.read()
-        if isinstance(now, _NUMBERS) and type(now) is type(free.value) and now != free.value:
+        if not free.has_changed():
+            continue
+        if isinstance(free.value, list):
+            del free.value[len(free.print) - 1 :]  # whatever was appended is a traced value
+        raise CaptureError(
+            f"the step changes '{name}', which is outside of it",
+            advice="A captured step does not run Python again: return what is to be kept, and count outside the step",
+        )
+
+
+def refuse_mode_changes(found: Reachable, before: list[dict[nn.Module, dict[str, Any]]]) -> None:
+    """Train/eval mode that the step leaves switched."""
+    for name, attributes in zip(found.modules, before, strict=True):
+        if any(module.training is not old["training"] for module, old in attributes.items()):
             raise CaptureError(
-                f"the step changes '{name}' outside itself (from {free.value} to {now})",
-                advice="A captured step does not run Python again: count outside the step",
+                f"the step leaves '{name}' in another mode", advice="Call train() and eval() outside of it"
             )
 
 

@@ -8,6 +8,7 @@ each call adds are given their provenance.
 from __future__ import annotations
 
 import contextlib
+import inspect
 from collections.abc import Callable, Generator, Sequence
 from typing import Any, cast
 from unittest import mock
@@ -47,7 +48,9 @@ _VALUE_ADVICE = (
 )
 _NO_SYMBOLIC_KERNEL = (F.pad, torch.constant_pad_nd, F.linear)
 _OUT_OF_PLACE = (torch.bernoulli, torch.Tensor.bernoulli)
+_READS_BY_NAME = {"__bool__": _READS_A_VALUE[torch.Tensor.__bool__], "tolist": ".tolist()"}
 _GRAD_GET: Any = vars(torch.Tensor.__mro__[1])["grad"].__get__
+_DATA_SET: Any = vars(torch.Tensor.__mro__[1])["data"].__set__
 
 
 class Interposer(TorchFunctionMode):
@@ -65,10 +68,11 @@ class Interposer(TorchFunctionMode):
         session.annotate()
         if func in _READS_A_VALUE and session.phase is not Phase.OPTIMIZER and not _is_known_constant(args[0]):
             raise CaptureError(
-                f"{_READS_A_VALUE[func]} needs a value that is only known when the step runs",
+                f"{_what_reads(func)} needs a value that is only known when the step runs",
                 location=source.current_location(),
                 advice=_VALUE_ADVICE,
             )
+        _refuse_generators(args, kwargs)
         args = self._with_twins(args)
         kwargs = cast(dict[str, Any], self._with_twins(kwargs or {}))
         if func is _GRAD_GET:
@@ -80,6 +84,8 @@ class Interposer(TorchFunctionMode):
     def _call(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if func in fused.FUNCTIONS:
             return fused.call(func, args, kwargs)
+        if func is _DATA_SET:
+            return _assign_data(*args)
         if self.session.has_symbolic_sizes and func in _NO_SYMBOLIC_KERNEL:
             return _torch.call_with_symbolic_sizes(func, args, kwargs)
         return func(*args, **kwargs)
@@ -95,6 +101,38 @@ class Interposer(TorchFunctionMode):
         if type(value) is dict:
             return {key: self._with_twins(item) for key, item in value.items()}
         return value
+
+
+def _what_reads(func: Callable[..., Any]) -> str:
+    """How the user asked for a value; traced tensors turn `bool()` and `tolist()` into `item()` on the way."""
+    frame = inspect.currentframe()
+    while frame is not None and not source.is_user_file(frame.f_code.co_filename):
+        asked = _READS_BY_NAME.get(frame.f_code.co_name)
+        if asked is not None and frame.f_code.co_filename.startswith(_torch.TORCH_ROOT):
+            return asked
+        frame = frame.f_back
+    return _READS_A_VALUE[func]
+
+
+def _refuse_generators(args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> None:
+    if any(isinstance(value, torch.Generator) for value in (*args, *(kwargs or {}).values())):
+        raise CaptureError(
+            "the step draws from a torch.Generator of its own",
+            location=source.current_location(),
+            advice="Draw from the global generator (torch.manual_seed), or outside the step",
+        )
+
+
+def _assign_data(tensor: torch.Tensor, value: torch.Tensor) -> None:
+    """`tensor.data = value`: the tensor keeps its memory and takes the value."""
+    if (tensor.shape, tensor.dtype) != (value.shape, value.dtype):
+        raise CaptureError(
+            f"the step gives a tensor of shape {list(tensor.shape)} other data of shape {list(value.shape)} or dtype",
+            location=source.current_location(),
+            advice="Parameters must keep their shape and dtype from step to step",
+        )
+    with torch.no_grad():
+        tensor.copy_(value)
 
 
 def _is_known_constant(value: Any) -> bool:
@@ -118,6 +156,9 @@ def interposed(session: Session, module_names: dict[int, str]) -> Generator[None
     ):
         for handle in (*_module_hooks(session, module_names), *_optimizer_hooks(session, stack)):
             stack.callback(handle.remove)
+        for lifted in session.lifted.values():
+            if isinstance(lifted.real, torch.Tensor) and lifted.real.requires_grad:
+                _torch.carry_hooks(lifted.real, lifted.twin, lambda: Interposer(session))
         stack.enter_context(Interposer(session))
         yield
 
@@ -176,17 +217,33 @@ def _module_hooks(session: Session, names: dict[int, str]) -> list[Any]:
     return [register_module_forward_pre_hook(enter), register_module_forward_hook(leave, always_call=True)]
 
 
+def _as_forward(session: Session, optimizer: Optimizer, closure: Callable[[], Any]) -> Callable[[], Any]:
+    """The closure of `optimizer.step(closure)`: it is the forward and backward of the step."""
+
+    def run() -> Any:
+        with session.in_phase(Phase.FORWARD), _torch.compiling_flag(True):
+            result = closure()
+        session.note_optimizer_step(optimizer)
+        return result
+
+    return run
+
+
 def _optimizer_hooks(session: Session, stack: contextlib.ExitStack) -> list[Any]:
     """Tag `optimizer.step()`; inside it eager code paths are taken and reading counters is allowed."""
     scopes: list[contextlib.ExitStack] = []
 
-    def enter(optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
-        session.begin_optimizer_step(optimizer)
+    def enter(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        session.freeze_incoming_gradients()
+        closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
+        if closure is None:
+            session.note_optimizer_step(optimizer)
         scope = contextlib.ExitStack()
         scope.enter_context(session.in_phase(Phase.OPTIMIZER))
         scope.enter_context(_torch.compiling_flag(False))
         scope.enter_context(_torch.symbolic_min_max(optimizer))
         scopes.append(scope)
+        return None if closure is None else ((optimizer, _as_forward(session, optimizer, closure)), {})
 
     def leave(_optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
         scopes.pop().close()

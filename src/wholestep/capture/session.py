@@ -48,9 +48,11 @@ class Session:
     checkpoint_region: int | None = None
     num_checkpoint_regions: int = 0
     gradients: dict[str, fx.Node] = field(default_factory=dict)
+    buffer_slots: dict[tuple[int, str], str] = field(default_factory=dict)
+    """(id of a module, name) of each buffer -> its slot; several places may share one."""
     stepped: list[Optimizer] = field(default_factory=list)
-    touched_by_optimizer: set[int] = field(default_factory=set)
-    """Twins that had a gradient when their optimizer stepped: these have optimizer state afterwards."""
+    touched: set[tuple[int, int]] = field(default_factory=set)
+    """(optimizer, twin) pairs that had a gradient when the optimizer stepped: these have state afterwards."""
     cleared_first: set[int] = field(default_factory=set)
     """Twins whose gradient was cleared before anything looked at it: what it was before the call is irrelevant."""
     read_first: set[int] = field(default_factory=set)
@@ -115,7 +117,17 @@ class Session:
         """Remember which node holds each parameter's gradient now (called after each backward)."""
         for lifted in self.parameters:
             if lifted.twin.grad is not None:
+                self._refuse_sparse(lifted)
                 self.gradients[lifted.slot.name] = self.node_of(lifted.twin.grad)
+
+    @staticmethod
+    def _refuse_sparse(lifted: Lifted) -> None:
+        if lifted.twin.grad.layout is not torch.strided:
+            raise CaptureError(
+                f"the gradient of '{lifted.slot.name}' is sparse",
+                location=source.current_location(),
+                advice="Use dense gradients (nn.Embedding(..., sparse=False))",
+            )
 
     def note_grad_read(self, twin: torch.Tensor) -> None:
         """The step looks at `.grad`; before the first backward that makes the gradient from outside an input."""
@@ -137,9 +149,8 @@ class Session:
         """From here on gradients are the step's own."""
         self._incoming_frozen = True
 
-    def begin_optimizer_step(self, optimizer: Optimizer) -> None:
+    def note_optimizer_step(self, optimizer: Optimizer) -> None:
         """Note which parameters `optimizer.step()` will update; refuses an optimizer that would update none."""
-        self.freeze_incoming_gradients()
         self.stepped.append(optimizer)
         members = [p for group in optimizer.param_groups for p in group["params"]]
         updated = {id(p) for p in members if _torch.is_traced(p) and p.grad is not None}
@@ -150,7 +161,7 @@ class Session:
                 location=source.current_location(),
                 advice="Build the optimizer from the parameters of the model that the step trains",
             )
-        self.touched_by_optimizer |= updated
+        self.touched |= {(id(optimizer), key) for key in updated}
 
     @contextlib.contextmanager
     def in_phase(self, phase: Phase) -> Generator[None]:
@@ -175,6 +186,11 @@ class Session:
             self.annotate()
             self.checkpoint_region = previous
 
+    def _phase_now(self) -> Phase:
+        """After the update, work without gradients (averaging weights) belongs to the optimizer."""
+        is_after = self.phase is Phase.FORWARD and bool(self.stepped) and not torch.is_grad_enabled()
+        return Phase.OPTIMIZER if is_after else self.phase
+
     def annotate(self, line: str = "", *, out_of_place: bool = False) -> None:
         """Give every node made since the last call its phase, module path, checkpoint region and source line.
 
@@ -185,7 +201,7 @@ class Session:
                 break
             if node.op != "call_function" or "phase" in node.meta:
                 continue
-            node.meta["phase"] = self.phase
+            node.meta["phase"] = self._phase_now()
             if self.module_stack:
                 node.meta["fqn"] = self.module_stack[-1]
             if line:

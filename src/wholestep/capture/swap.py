@@ -58,7 +58,8 @@ def lent_optimizer(
             if p in state:
                 traced_state[twin_of(p)] = {key: lift_state(p, key, value) for key, value in state[p].items()}
         group["params"] = [twin_of(p) for p in group["params"]]
-        group["lr"] = lift_rate(index, group["lr"])
+        if "lr" in group:
+            group["lr"] = lift_rate(index, group["lr"])
     optimizer.state = traced_state
     try:
         yield

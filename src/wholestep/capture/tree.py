@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, MutableMapping
 from typing import Any
+
+import torch
 
 
 @dataclasses.dataclass(frozen=True)
@@ -77,8 +79,12 @@ def _close(value: Any, keys: tuple[Any, ...], children: list[Any]) -> Any:
         return kind(children)
     if kind is dict:
         return dict(zip(keys, children, strict=True))
+    if isinstance(value, torch.Size):  # sizes of a symbolic batch are no plain numbers yet
+        return torch.Size(children) if all(type(child) is int for child in children) else tuple(children)
     if isinstance(value, (list, tuple)):
         return kind(children)
+    if isinstance(value, Mapping) and not isinstance(value, MutableMapping):
+        return kind(dict(zip(keys, children, strict=True)))
     duplicate: Any = copy.copy(value)
     if isinstance(value, Mapping):
         for key, child in zip(keys, children, strict=True):

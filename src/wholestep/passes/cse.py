@@ -10,6 +10,7 @@ from torch import fx
 
 from wholestep.graph import Phase, StepGraph, ops
 from wholestep.passes.base import Pass, register
+from wholestep.passes.simplify import handed_out
 
 
 @register
@@ -28,8 +29,9 @@ class CommonSubexpressions(Pass):
     def apply(self, graph: StepGraph) -> StepGraph:
         seen: dict[Any, fx.Node] = {}
         replacements: dict[fx.Node, fx.Node] = {}
+        separate = handed_out(graph)  # two equal results that the user holds must not share memory
         for node in graph.nodes:
-            if node.op != "call_function" or ops.has_effect(node) or _is_uninitialised(node):
+            if node.op != "call_function" or ops.has_effect(node) or _is_uninitialised(node) or node in separate:
                 continue
             free = not isinstance(node.meta["val"], torch.Tensor) or ops.is_view(node.target)
             phase: Phase | None = None if free or self.across_phases else node.meta["phase"]

@@ -28,7 +28,7 @@ class Simplify(Pass):
     repeatable: ClassVar[bool] = True
 
     def apply(self, graph: StepGraph) -> StepGraph:
-        returned = _alias_closure_of_output(graph)
+        returned = handed_out(graph)
         seen: dict[tuple[Any, ...], fx.Node] = {}
         replacements: dict[fx.Node, fx.Node] = {}
         for node in graph.nodes:
@@ -65,7 +65,7 @@ def _copied_value(graph: StepGraph, node: fx.Node) -> fx.Node | None:
     return source if layout(source.meta["val"]) == layout(node.meta["val"]) else None
 
 
-def _alias_closure_of_output(graph: StepGraph) -> set[fx.Node]:
+def handed_out(graph: StepGraph) -> set[fx.Node]:
     """Nodes the user gets to hold, directly or as a view: their copies were asked for."""
     pending = [node for node in graph.output_node.all_input_nodes if node.name not in _update_names(graph)]
     closure: set[fx.Node] = set()

@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 
 from wholestep import _torch
 from wholestep.capture import Capture, discover, tree
+from wholestep.capture.binding import FixedTensor
 from wholestep.graph import SlotKind
 
 _SCALARS = (bool, int, float, str, type(None))
@@ -77,6 +78,8 @@ def _arguments_guard(capture: Capture, call: Call) -> Check:
         else:
             expected.append(tensor_type(leaf))
     tensors = [isinstance(leaf, torch.Tensor) for leaf in call.leaves]
+    known = {id(where.tensor) for where in capture.bindings.values() if isinstance(where, FixedTensor)}
+    identities = _identities(call.leaves, known)
     batch_sizes = _BatchSizes(capture) if dynamic else None
 
     def check(now: Call) -> str | None:
@@ -96,9 +99,18 @@ def _arguments_guard(capture: Capture, call: Call) -> Check:
                 found = (found[0][1:], *found[1:])
             if found != expected[index]:
                 return f"{now.path(index)} changed: {_type_difference(expected[index], found)}"
+        if _identities(now.leaves, known) != identities:
+            return "the same tensor is passed in other places than before"
         return batch_sizes.check(sizes) if batch_sizes is not None else None
 
     return check
+
+
+def _identities(leaves: list[Any], known: set[int]) -> list[int]:
+    """For each tensor leaf: the first leaf that is the same object, or -1 if it is a parameter or constant."""
+    first: dict[int, int] = {}
+    tensors = [(index, id(leaf)) for index, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
+    return [-1 if key in known else first.setdefault(key, index) for index, key in tensors]
 
 
 class _BatchSizes:
@@ -151,25 +163,27 @@ def environment() -> dict[str, Any]:
 
 
 def _module_guard(name: str, root: nn.Module) -> Check:
-    """Structure, train/eval mode and plain attributes of every submodule."""
+    """Structure, train/eval mode and all attributes of every submodule, and of configuration objects they hold."""
     modules = list(root.named_modules(remove_duplicate=False))
-    records: list[tuple[str, dict[str, Any], Callable[[Any], Any], Any, tuple[str, ...]]] = []
+    holders: dict[int, tuple[str, dict[str, Any], dict[str, Any]]] = {}
+    containers: list[tuple[str, dict[str, Any], str, Any]] = []
     for path, module in modules:
-        attributes = {key: value for key, value in vars(module).items() if type(value) in _SCALARS}
-        keys = tuple(attributes)
-        records.append((path, vars(module), operator.itemgetter(*keys), operator.itemgetter(*keys)(attributes), keys))
+        owner = path or name
+        holders[id(module)] = (owner, vars(module), dict(vars(module)))
+        for key, value in vars(module).items():
+            if isinstance(value, (list, dict)) and not key.startswith("_"):
+                containers.append((owner, vars(module), key, discover.fingerprint(value)))
+            elif discover.is_plain_object(value) and not key.startswith("_"):
+                holders.setdefault(id(value), (f"{owner}.{key}", vars(value), dict(vars(value))))
     structure = [(module, tuple(module.named_children()), _torch.num_hooks(module)) for _, module in modules]
 
     def check(_: Call) -> str | None:
-        for path, attributes, read, expected, keys in records:
-            try:
-                if read(attributes) == expected:
-                    continue
-            except KeyError as missing:
-                return f"attribute {missing} of module '{path or name}' is gone"
-            changed = next(key for key in keys if attributes[key] != _entry(expected, keys, key))
-            old = _entry(expected, keys, changed)
-            return f"'{changed}' of module '{path or name}' changed from {old!r} to {attributes[changed]!r}"
+        for owner, attributes, expected in holders.values():
+            if not _equal(attributes, expected):
+                return _attribute_difference(owner, attributes, expected)
+        for owner, attributes, key, expected in containers:
+            if discover.fingerprint(attributes.get(key)) != expected:
+                return f"'{key}' of module '{owner}' changed"
         for module, children, num_hooks in structure:
             if tuple(module.named_children()) != children:
                 return f"the submodules of '{name}' changed"
@@ -180,8 +194,23 @@ def _module_guard(name: str, root: nn.Module) -> Check:
     return check
 
 
-def _entry(values: Any, keys: tuple[str, ...], key: str) -> Any:
-    return values if len(keys) == 1 else values[keys.index(key)]
+def _equal(now: Any, expected: Any) -> bool:
+    """Equality that takes an undecidable comparison (of two tensors, say) for a difference."""
+    try:
+        return bool(now == expected)
+    except (RuntimeError, ValueError, TypeError):
+        return False
+
+
+def _attribute_difference(owner: str, now: dict[str, Any], expected: dict[str, Any]) -> str:
+    for key in {**expected, **now}:
+        if key not in now:
+            return f"attribute '{key}' of module '{owner}' is gone"
+        if key not in expected:
+            return f"module '{owner}' has a new attribute '{key}'"
+        if not _equal(now[key], expected[key]):
+            return f"'{key}' of module '{owner}' changed from {expected[key]!r} to {now[key]!r}"
+    return f"an attribute of module '{owner}' changed"
 
 
 def _optimizer_guard(name: str, optimizer: Optimizer) -> Check:
@@ -189,11 +218,14 @@ def _optimizer_guard(name: str, optimizer: Optimizer) -> Check:
     groups = [(list(group["params"]), _options(group)) for group in optimizer.param_groups]
     members = [p for params, _ in groups for p in params]
     num_hooks = _torch.num_hooks(optimizer)
+    rates = _shared_rates(optimizer)
     state_keys = [tuple(optimizer.state[p]) if p in optimizer.state else () for p in members]
 
     def check(_: Call) -> str | None:
         if _torch.num_hooks(optimizer) != num_hooks:
             return f"hooks were added to or removed from {name}"
+        if _shared_rates(optimizer) != rates:
+            return f"parameter groups of {name} share their learning rate tensor in another way"
         if len(optimizer.param_groups) != len(groups):
             return f"{name} has {len(optimizer.param_groups)} parameter groups instead of {len(groups)}"
         for index, (group, (params, options)) in enumerate(zip(optimizer.param_groups, groups, strict=True)):
@@ -211,9 +243,15 @@ def _optimizer_guard(name: str, optimizer: Optimizer) -> Check:
     return check
 
 
+def _shared_rates(optimizer: Optimizer) -> list[int]:
+    """For each group whose learning rate is a tensor: the first group with the same one."""
+    rates = [group.get("lr") for group in optimizer.param_groups]
+    return _identities(rates, set())
+
+
 def _options(group: dict[str, Any]) -> dict[str, Any]:
     options = {key: value for key, value in group.items() if key not in ("params", "lr", "initial_lr")}
-    options["type of lr"] = "tensor" if isinstance(group["lr"], torch.Tensor) else "float"
+    options["type of lr"] = "tensor" if isinstance(group.get("lr"), torch.Tensor) else "float"
     return options
 
 
@@ -228,8 +266,11 @@ def _parameters_guard(capture: Capture) -> Check:
     parameters = {id(p): p for _, _, _, values in records for p in values if p is not None}
     tensors = list(parameters.values())
     expected = [tensor_type(tensor) for tensor in tensors]
+    num_hooks = [_torch.num_tensor_hooks(tensor) for tensor in tensors]
 
     def check(_: Call) -> str | None:
+        if [_torch.num_tensor_hooks(tensor) for tensor in tensors] != num_hooks:
+            return "hooks were added to or removed from a parameter"
         for path, own, keys, values in records:
             if tuple(own) != keys or not all(map(operator.is_, own.values(), values)):
                 return f"a parameter of module '{path}' was replaced"
@@ -265,13 +306,13 @@ def _gradients_guard(capture: Capture) -> Check:
 
 
 def _free_values_guard(capture: Capture) -> Check:
-    """Numbers, strings and tensors the step reads from its closure or globals."""
+    """Whatever the step reads from its closure, globals and objects."""
     free_values = list(capture.found.free_values.items())
 
     def check(_: Call) -> str | None:
         for name, free in free_values:
-            if not _same_value(now := free.read(), free.value):
-                return f"'{name}', which the step reads from outside, changed from {free.value!r} to {now!r}"
+            if free.has_changed():
+                return f"'{name}', which the step reads from outside, changed from {free.value!r} to {free.read()!r}"
         return None
 
     return check

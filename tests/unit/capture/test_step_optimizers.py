@@ -169,9 +169,7 @@ class WithoutRate(Optimizer):
                 parameter.sub_(parameter.grad * group["scale"])
 
 
-@pytest.mark.xfail(
-    strict=True, reason="an optimizer without a learning rate ends in KeyError: 'lr'"
-)
+@pytest.mark.xfail(strict=True, reason="an optimizer without a learning rate ends in KeyError: 'lr'")
 def test_an_optimizer_without_a_learning_rate() -> None:
     Twins(small_world(make_optimizer=WithoutRate), mse_step).steps(3, X, Y)
 

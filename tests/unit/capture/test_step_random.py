@@ -125,9 +125,7 @@ def refuses_or_agrees(build: Callable[[], World], make: Callable[[World], Any]) 
             assert torch.equal(world.generator.get_state(), twins.worlds[0].generator.get_state())
 
 
-@pytest.mark.xfail(
-    strict=True, reason="a generator ends in AttributeError: no attribute 'is_quantized'"
-)
+@pytest.mark.xfail(strict=True, reason="a generator ends in AttributeError: no attribute 'is_quantized'")
 def test_a_generator_of_ones_own() -> None:
     def make(world: World) -> Any:
         generator = world.generator = torch.Generator().manual_seed(3)
@@ -152,7 +150,6 @@ def test_seeding_inside_the_step() -> None:
     refuses_or_agrees(small_world(), make)
 
 
-@pytest.mark.xfail(strict=True, reason="random_() ends in SyntaxError: invalid syntax")
 def test_random_() -> None:
     def step(model: nn.Module, optimizer: Optimizer, features: Tensor, targets: Tensor) -> Tensor:
         return mse_step(model, optimizer, features + torch.empty(6, 4).random_(0, 10), targets)

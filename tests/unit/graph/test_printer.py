@@ -86,7 +86,9 @@ def test_printing_is_deterministic() -> None:
 def read_slots(step: CompiledStep, *args: Any) -> dict[str, Any]:
     """What each input and each result of the graph holds now, copied."""
     leaves, _ = tree.flatten((args, {}))
-    values = {key: step.captured.bindings[key].read(leaves) for key in [*step.graph.placeholders(), *step.graph.results]}
+    values = {
+        key: step.captured.bindings[key].read(leaves) for key in [*step.graph.placeholders(), *step.graph.results]
+    }
     return {key: value.detach().clone() if isinstance(value, Tensor) else value for key, value in values.items()}
 
 
