@@ -23,8 +23,8 @@ STEPS = 3
 class Plan:
     """One model and one way to train it.
 
-    `layers` are names of `LAYERS`, the lower-case names among `frozen` are parameters that get no gradient, `sizes` are
-    the batch sizes of the steps.
+    `layers` are names of `LAYERS`, `frozen` are positions of parameters that get no gradient, `sizes` are the batch
+    sizes of the steps.
     """
 
     layers: tuple[str, ...]
@@ -357,7 +357,7 @@ def plans(draw: st.DrawFn, optimizers: Sequence[str] = tuple(OPTIMIZERS), max_la
         micro_batches=micro_batches,
         clip=draw(st.sampled_from(["none", "norm", "value"])),
         clear=draw(st.sampled_from(["start", "end", "zeros at start", "zeros at end", "model at start", "never"])),
-        outputs=tuple(draw(st.sets(st.sampled_from(["logits", "norm", "weight", "new_weight", "gradient"])))),
+        outputs=tuple(sorted(draw(st.sets(st.sampled_from(["gradient", "logits", "new_weight", "norm", "weight"]))))),
         average=draw(st.booleans()),
         autocast=draw(st.sampled_from([False, False, False, may_autocast])),
         sizes=sizes,

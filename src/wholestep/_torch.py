@@ -423,6 +423,11 @@ def num_hooks(owner: torch.nn.Module | Optimizer) -> tuple[int, ...]:
     return tuple([len(value) for name, value in vars(owner).items() if name.endswith("_hooks")])
 
 
+def mark_stepped(optimizer: Optimizer) -> None:
+    """Tell learning rate schedulers that the optimizer has stepped; they warn of a wrong order otherwise."""
+    optimizer._opt_called = True  # pyright: ignore[reportAttributeAccessIssue]
+
+
 def init_optimizer_group(optimizer: Optimizer, group: dict[str, Any]) -> None:
     """Let a torch.optim optimizer create the state of one group without taking a step.
 

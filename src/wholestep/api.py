@@ -86,6 +86,8 @@ def compile(
         raise WholestepError(f"wholestep.compile takes a train step (a function), not a {type(fn).__name__}")
     if dynamic_batch not in (True, False, "auto"):
         raise WholestepError(f"dynamic_batch is True, False or 'auto', not {dynamic_batch!r}")
+    if verify is not None and (not isinstance(verify, int) or verify < 0):
+        raise WholestepError(f"verify is the number of steps to check, 0 or more, not {verify!r}")
     settings = Settings.from_environ()
     if settings.log_level is not None:
         attach_handler(settings.log_level)

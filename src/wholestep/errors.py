@@ -11,6 +11,7 @@ class CaptureError(WholestepError):
     """The train step cannot be captured as one graph; model, optimizer and RNG are as they were before the call."""
 
     def __init__(self, message: str, *, location: str | None = None, advice: str | None = None) -> None:
+        self.message = message
         self.location = location
         self.advice = advice
         text = message if location is None else f"{location}: {message}"
@@ -18,7 +19,7 @@ class CaptureError(WholestepError):
 
 
 class GuardError(WholestepError):
-    """A call does not fit what the step was compiled for and cannot be recompiled."""
+    """Something was asked of a compiled step that exists only after its first call."""
 
 
 class GraphError(WholestepError):

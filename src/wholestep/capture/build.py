@@ -39,6 +39,7 @@ def build_graph(
     _refuse_aliased_updates(step_graph, lifted)
     step_graph.eliminate_dead_code()
     step_graph.verify()
+    _refuse_mixed_types(step_graph)
     return step_graph
 
 
@@ -131,6 +132,40 @@ def _finish_provenance(graph: fx.Graph, session: Session) -> None:
             node.meta.update({key: twin.meta[key] for key in ("fqn", "source") if key in twin.meta})
     for name, node in session.gradients.items():
         node.meta["gradient_of"] = (*node.meta.get("gradient_of", ()), name)
+
+
+_ONE_TYPE = frozenset(
+    {
+        aten.mm.default,
+        aten.addmm.default,
+        aten.bmm.default,
+        aten.baddbmm.default,
+        aten.mv.default,
+        aten.addmv.default,
+        aten.dot.default,
+        aten.convolution.default,
+    }
+)
+
+
+def _refuse_mixed_types(graph: StepGraph) -> None:
+    """Products of tensors of different dtypes: the kernels refuse them, fake tensors let them pass."""
+    for node in graph.calls():
+        if node.target not in _ONE_TYPE:
+            continue
+        values = [source.meta["val"] for source in node.all_input_nodes]
+        dtypes = {value.dtype for value in values if isinstance(value, torch.Tensor)}
+        if len(dtypes) > 1:
+            names = " and ".join(sorted(str(dtype) for dtype in dtypes))
+            raise CaptureError(
+                f"{node.target} would multiply tensors of {names}" + _in_module(node),
+                location=node.meta.get("source"),
+                advice="Convert the batch or the model to one dtype, or use autocast",
+            )
+
+
+def _in_module(node: fx.Node) -> str:
+    return f" in module '{node.meta['fqn']}'" if node.meta.get("fqn") else ""
 
 
 def _uses_gradients(node: fx.Node) -> bool:

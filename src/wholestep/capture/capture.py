@@ -31,7 +31,7 @@ from wholestep.capture.interpose import interposed
 from wholestep.capture.optimizer_state import State, initial_state
 from wholestep.capture.output import OutputTemplate
 from wholestep.capture.session import Session
-from wholestep.errors import CaptureError, WholestepError
+from wholestep.errors import CaptureError
 from wholestep.graph import Slot, SlotKind, StepGraph
 
 Function = Callable[..., Any]
@@ -42,7 +42,8 @@ class Capture:
     """A captured step and all that is needed to run it again.
 
     `bindings` says where each slot of the graph (and each result) lives; `any_incoming_grad` are parameters whose
-    gradient before the call does not matter; `initial_state` is optimizer state the first run starts from.
+    gradient before the call does not matter; `initial_state` is optimizer state the first run starts from; `stepped` are
+    the optimizers whose `step()` the graph contains.
     """
 
     graph: StepGraph
@@ -51,6 +52,7 @@ class Capture:
     bindings: dict[str, binding.Binding]
     any_incoming_grad: tuple[torch.Tensor, ...]
     initial_state: list[tuple[Optimizer, torch.Tensor, dict[str, Any]]]
+    stepped: tuple[Optimizer, ...]
     spec: tree.Spec
     dynamic_leaves: frozenset[int]
     num_checkpoint_regions: int
@@ -92,7 +94,7 @@ def capture(
     call, module, result = _trace(function, args, kwargs, found, dynamic_leaves)
     if call.changes:
         call, module, result = _trace_settled(call)
-    effects.refuse_outer_changes(found)
+    effects.refuse_outer_changes(found, discover.location_of(function))
     graph = build.build_graph(module, call.session, result, call.bindings)
     return Capture(
         graph=graph,
@@ -101,6 +103,7 @@ def capture(
         bindings=call.bindings,
         any_incoming_grad=_indifferent_parameters(call),
         initial_state=_state_to_install(call),
+        stepped=tuple(call.session.stepped),
         spec=tree.flatten((args, kwargs))[1],
         dynamic_leaves=dynamic_leaves,
         num_checkpoint_regions=call.session.num_checkpoint_regions,
@@ -120,11 +123,15 @@ def _trace(
         module = _torch.trace(
             lambda: _traced_run(call, collected), call.session.fake_mode, symbolic_sizes=bool(dynamic_leaves)
         )
-    except WholestepError:
-        raise
+    except CaptureError as error:
+        if error.location is not None:
+            raise
+        location = source.raising_line(error) or discover.location_of(function)
+        raise CaptureError(error.message, location=location, advice=error.advice) from error
     except _torch.DATA_DEPENDENT_ERRORS as error:
+        asking = f"{type(call.session.optimizer).__name__}.step()" if call.session.optimizer else "the step"
         raise CaptureError(
-            f"the step depends on a value that is only known when it runs ({_first_line(error)})",
+            f"{asking} depends on a value that is only known when it runs ({_first_line(error)})",
             location=source.raising_line(error),
             advice="Use torch.where / torch.clamp instead of Python branches on tensor values",
         ) from error
@@ -144,7 +151,7 @@ def _trace_settled(call: _Call) -> tuple[_Call, fx.GraphModule, Collected]:
         for module, name, value in call.changes:
             setattr(module, name, value)
         again = _trace(call.function, call.args, call.kwargs, call.found, call.dynamic_leaves)
-        effects.refuse_counters(again[0].changes, call.found)
+        effects.refuse_counters(again[0].changes, call.found, discover.location_of(call.function))
     except BaseException:
         for module, name, value in kept:
             setattr(module, name, value)
@@ -283,7 +290,7 @@ def _refuse_option_changes(call: _Call) -> None:
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
         if _options(optimizer) != call.options[name] or any(id(value) not in twins for value in [*rates, *parameters]):
             raise CaptureError(
-                f"the step changes an option, count or learning rate of {name} (a {type(optimizer).__name__})",
+                f"the step changes an option, count or learning rate of {name} ({type(optimizer).__name__})",
                 advice="A captured step does not run Python again: change optimizer options outside of it",
             )
     for lifted in call.session.parameters:

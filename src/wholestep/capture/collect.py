@@ -82,13 +82,13 @@ def _collect_buffers(
         for path, module in root.named_modules():
             for name, value in _torch.own_parameters(module).items():
                 if value is not None and id(value) not in lifted_by_twin:
-                    raise _replaced(f"parameter '{path}.{name}'")
+                    raise _replaced(f"parameter '{_join(path, name)}'")
             for name, value in _torch.own_buffers(module).items():
                 slot_id = session.buffer_slots.get((id(module), name))
                 if slot_id is not None:
                     current.setdefault(slot_id, []).append(value)
                 elif value is not None:
-                    raise _replaced(f"buffer '{path}.{name}'")
+                    raise _replaced(f"buffer '{_join(path, name)}'")
     rebound: set[str] = set()
     for slot_id, values in current.items():
         lifted = next(lifted for lifted in session.lifted.values() if lifted.slot.id == slot_id)
@@ -102,10 +102,14 @@ def _collect_buffers(
     return rebound
 
 
+def _join(path: str, name: str) -> str:
+    return f"{path}.{name}" if path else name
+
+
 def _replaced(what: str) -> CaptureError:
     return CaptureError(
-        f"the step replaces or adds {what} by something that cannot be carried from step to step",
-        advice="Write to it in place, or assign a tensor of the same shape and dtype; create it before the first step",
+        f"the step replaces {what} by something of another shape, dtype or kind",
+        advice="What a step leaves must fit the next one: write in place, and create the tensor before the first step",
     )
 
 

@@ -77,8 +77,9 @@ def reachable(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[
     modules: dict[str, nn.Module] = {}
     optimizers: dict[str, Optimizer] = {}
     free_values: dict[str, FreeValue] = {}
-    names = _attribute_names(function, _MAX_DEPTH)
-    for name, value in _named_arguments(function, args, kwargs):
+    arguments = list(_named_arguments(function, args, kwargs))
+    names = _attribute_names(function, [value for _, value in arguments if is_plain_object(value)], _MAX_DEPTH)
+    for name, value in arguments:
         _sort(name, value, modules, optimizers)
         if is_plain_object(value):
             for attribute, read in _attributes(name, value, names):
@@ -177,23 +178,29 @@ def _free_variables(function: Callable[..., Any], names: set[str], depth: int) -
             yield from _free_variables(value, names, depth - 1)
 
 
-def _attribute_names(function: Callable[..., Any], depth: int) -> set[str]:
-    """Every name that the code of a step and of its helpers mentions: the attributes of objects it may read."""
+def _attribute_names(function: Callable[..., Any], owners: list[Any], depth: int) -> set[str]:
+    """Every name that the code of a step and of its helpers mentions: the attributes of objects it may read.
+
+    Methods of `owners` (objects among the arguments, and the one the step is bound to) count as helpers.
+    """
     function = function.func if isinstance(function, functools.partial) else function
-    plain = _plain_function(function) or _plain_function(getattr(function, "__call__", None))  # noqa: B004
+    owners = [*owners, *(owner for owner in (getattr(function, "__self__", None), function) if is_plain_object(owner))]
+    plain = _plain_function(function) or _plain_function(vars(type(function)).get("__call__"))
     if plain is None or depth == 0:
         return set()
     names = set(_names_in(plain.__code__))
     for _, read in _outer_names(plain):
         value = read()
         if _is_helper(value, plain):
-            names |= _attribute_names(value, depth - 1)
-    owner = getattr(function, "__self__", None)
-    for name in names & set(dir(type(owner))) if is_plain_object(owner) else ():
-        method = getattr(type(owner), name)
-        if isinstance(method, FunctionType) and method is not plain:
-            names |= set(_names_in(method.__code__))
-    return names
+            names |= _attribute_names(value, [], depth - 1)
+    followed: set[FunctionType] = set()
+    while True:
+        methods = {getattr(type(owner), name, None) for owner in owners for name in names}
+        new = {method for method in methods if isinstance(method, FunctionType)} - followed
+        if not new:
+            return names
+        followed |= new
+        names |= {name for method in new for name in _names_in(method.__code__)}
 
 
 def _is_helper(value: Any, caller: FunctionType) -> bool:

@@ -38,12 +38,14 @@ def module_changes(root: nn.Module, before: dict[nn.Module, dict[str, Any]], slo
                     f"the forward stores a tensor in attribute '{name}' of module '{path or type(root).__name__}'",
                     advice="Register it as a buffer, or return it from the step",
                 )
+            if isinstance(value, (torch.SymInt, torch.SymFloat)):
+                raise CaptureError(f"the forward keeps a size in attribute '{name}' of '{path}', so it must be fixed")
             if isinstance(value, _NUMBERS) and value != old:
                 changes.append((module, name, value))
     return changes
 
 
-def refuse_counters(changes: list[Change], found: Reachable) -> None:
+def refuse_counters(changes: list[Change], found: Reachable, location: str | None) -> None:
     """Numbers that changed in a second trace as well: the step counts something."""
     if not changes:
         return
@@ -51,11 +53,12 @@ def refuse_counters(changes: list[Change], found: Reachable) -> None:
     paths = {id(m): path for root in found.modules.values() for path, m in root.named_modules()}
     raise CaptureError(
         f"every step changes the number '{name}' of module '{paths[id(module)] or type(module).__name__}'",
+        location=location,
         advice="A captured step does not run Python again: keep the count in a buffer, or outside the step",
     )
 
 
-def refuse_outer_changes(found: Reachable) -> None:
+def refuse_outer_changes(found: Reachable, location: str | None) -> None:
     """Numbers and containers in the closure, globals or objects that the step itself has just changed."""
     for name, free in found.free_values.items():
         if not free.has_changed():
@@ -64,6 +67,7 @@ def refuse_outer_changes(found: Reachable) -> None:
             del free.value[len(free.print) - 1 :]  # whatever was appended is a traced value
         raise CaptureError(
             f"the step changes '{name}', which is outside of it",
+            location=location,
             advice="A captured step does not run Python again: return what is to be kept, and count outside the step",
         )
 

@@ -75,7 +75,7 @@ class Interposer(TorchFunctionMode):
         _refuse_generators(args, kwargs)
         args = self._with_twins(args)
         kwargs = cast(dict[str, Any], self._with_twins(kwargs or {}))
-        if func is _GRAD_GET:
+        if func == _GRAD_GET:
             session.note_grad_read(args[0])
         result = self._call(func, args, kwargs)
         session.annotate(line, out_of_place=func in _OUT_OF_PLACE)
@@ -84,7 +84,7 @@ class Interposer(TorchFunctionMode):
     def _call(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if func in fused.FUNCTIONS:
             return fused.call(func, args, kwargs)
-        if func is _DATA_SET:
+        if func == _DATA_SET:  # each look-up makes a new wrapper object
             return _assign_data(*args)
         if self.session.has_symbolic_sizes and func in _NO_SYMBOLIC_KERNEL:
             return _torch.call_with_symbolic_sizes(func, args, kwargs)
@@ -238,6 +238,7 @@ def _optimizer_hooks(session: Session, stack: contextlib.ExitStack) -> list[Any]
         closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
         if closure is None:
             session.note_optimizer_step(optimizer)
+        session.optimizer = optimizer
         scope = contextlib.ExitStack()
         scope.enter_context(session.in_phase(Phase.OPTIMIZER))
         scope.enter_context(_torch.compiling_flag(False))

@@ -51,6 +51,8 @@ class Session:
     buffer_slots: dict[tuple[int, str], str] = field(default_factory=dict)
     """(id of a module, name) of each buffer -> its slot; several places may share one."""
     stepped: list[Optimizer] = field(default_factory=list)
+    optimizer: Optimizer | None = None
+    """The optimizer whose `step()` was entered last."""
     touched: set[tuple[int, int]] = field(default_factory=set)
     """(optimizer, twin) pairs that had a gradient when the optimizer stepped: these have state afterwards."""
     cleared_first: set[int] = field(default_factory=set)

@@ -79,12 +79,12 @@ def _close(value: Any, keys: tuple[Any, ...], children: list[Any]) -> Any:
         return kind(children)
     if kind is dict:
         return dict(zip(keys, children, strict=True))
-    if isinstance(value, torch.Size):  # sizes of a symbolic batch are no plain numbers yet
-        return torch.Size(children) if all(type(child) is int for child in children) else tuple(children)
+    if isinstance(value, (torch.Size, SizeTemplate)):
+        return torch.Size(children) if all(type(child) is int for child in children) else SizeTemplate(children)
     if isinstance(value, (list, tuple)):
         return kind(children)
     if isinstance(value, Mapping) and not isinstance(value, MutableMapping):
-        return kind(dict(zip(keys, children, strict=True)))
+        return _new_mapping(kind, dict(zip(keys, children, strict=True)))
     duplicate: Any = copy.copy(value)
     if isinstance(value, Mapping):
         for key, child in zip(keys, children, strict=True):
@@ -93,6 +93,18 @@ def _close(value: Any, keys: tuple[Any, ...], children: list[Any]) -> Any:
     for key, child in zip(keys, children, strict=True):
         object.__setattr__(duplicate, key, child)
     return duplicate
+
+
+class SizeTemplate(tuple[Any, ...]):
+    """A `torch.Size` whose items are no plain numbers (yet)."""
+
+
+def _new_mapping(kind: Any, content: dict[Any, Any]) -> Any:
+    """A read-only mapping of the user's class, built the ways mappings usually are."""
+    try:
+        return kind(content)
+    except TypeError:
+        return kind(**content)
 
 
 def paths(value: Any, prefix: str) -> list[str]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 import linecache
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -25,12 +25,13 @@ _numbers = itertools.count()
 _known_bindings: dict[tuple[Any, ...], Callable[..., Any]] = {}
 
 
-def generate(graph: StepGraph) -> Step:
+def generate(graph: StepGraph, restride: Mapping[str, tuple[int, ...]] | None = None) -> Step:
     """Compile a graph to `step(inputs) -> (outputs, updates, results)`.
 
     `inputs` is a list in slot order, which is emptied; updates and results come in the order of the graph's dicts.
+    `restride` names values whose memory is to be laid out anew (see `run_checked`).
     """
-    writer = _Writer(graph)
+    writer = _Writer(graph, restride or {})
     source = writer.source()
     filename = f"<wholestep step {next(_numbers)}>"
     linecache.cache[filename] = (len(source), None, source.splitlines(keepends=True), filename)
@@ -41,15 +42,16 @@ def generate(graph: StepGraph) -> Step:
 class _Writer:
     """Collects the text of the function and the globals it needs."""
 
-    def __init__(self, graph: StepGraph) -> None:
+    def __init__(self, graph: StepGraph, restride: Mapping[str, tuple[int, ...]]) -> None:
         self.graph = graph
+        self.restride = restride
         self.names: dict[str, Any] = {"inf": float("inf"), "nan": float("nan")}
         self._global_of: dict[Any, str] = {}
 
     def source(self) -> str:
         nodes = self.graph.nodes
         inputs = [node.name for node in nodes if node.op == "placeholder"]
-        dead_after = self._dead_after(nodes)
+        dead_after = _dead_after(nodes)
         lines = ["def step(inputs):"]
         if inputs:
             lines.append(f"    [{', '.join(inputs)}] = inputs")
@@ -57,24 +59,13 @@ class _Writer:
         for node in nodes:
             if node.op == "call_function":
                 lines.append(f"    {self._statement(node)}")
+                if node.name in self.restride:
+                    function = self._global(with_strides, "with_strides")
+                    lines.append(f"    {node.name} = {function}({node.name}, {self.restride[node.name]})")
                 lines += [f"    del {', '.join(dead_after[node])}"] if dead_after[node] else []
         returned = (self.graph.outputs, tuple(self.graph.updates.values()), tuple(self.graph.results.values()))
         lines.append(f"    return {self._text(returned)}")
         return "\n".join(lines) + "\n"
-
-    def _dead_after(self, nodes: list[fx.Node]) -> dict[fx.Node, list[str]]:
-        """Names to drop behind each node: values it was the last to read, or its own result if nobody reads it."""
-        dead: dict[fx.Node, list[str]] = {node: [] for node in nodes}
-        seen: set[fx.Node] = set()
-        for node in reversed(nodes):
-            for value in (node, *node.all_input_nodes):
-                if value in seen or node.op == "output":
-                    seen.add(value)
-                    continue
-                seen.add(value)
-                if value.op != "placeholder" or value is not node:
-                    dead[node].append(value.name)
-        return dead
 
     def _statement(self, node: fx.Node) -> str:
         if node.target is operator.getitem:
@@ -102,6 +93,66 @@ class _Writer:
             self._global_of[value] = f"{stem}_{len(self._global_of)}_"
             self.names[self._global_of[value]] = value
         return self._global_of[value]
+
+
+def _dead_after(nodes: list[fx.Node]) -> dict[fx.Node, list[str]]:
+    """Names to drop behind each node: values it was the last to read, or its own result if nobody reads it."""
+    dead: dict[fx.Node, list[str]] = {node: [] for node in nodes}
+    seen: set[fx.Node] = set()
+    for node in reversed(nodes):
+        for value in (node, *node.all_input_nodes):
+            if value not in seen and node.op == "call_function":
+                dead[node].append(value.name)
+            seen.add(value)
+    return dead
+
+
+def run_checked(graph: StepGraph, inputs: list[Any]) -> tuple[Any, dict[str, tuple[int, ...]]]:
+    """Run a graph op by op and hold each result against its fake value; returns what `step` would, and corrections.
+
+    A few kernels lay out their result otherwise than torch's fake kernels say, and the graph was traced (which reshape
+    is a view, which gradient needs a copy) for the latter. Such a result is copied to the layout that was promised,
+    here and, given to `generate`, from then on.
+    """
+    corrections: dict[str, tuple[int, ...]] = {}
+    values: dict[str, Any] = {}
+    nodes = graph.nodes
+    dead_after = _dead_after(nodes)
+    for node in nodes:
+        if node.op == "placeholder":
+            values[node.name] = inputs[len(values)]
+        elif node.op == "call_function":
+            if len(values) >= len(inputs) and inputs:
+                inputs.clear()
+            args, kwargs = map_nodes((node.args, node.kwargs), lambda source: values[source.name])
+            result = best_binding(graph, node)(*args, **kwargs)
+            promised = _promised_strides(node, result)
+            if promised is not None:
+                corrections[node.name] = promised
+                result = with_strides(result, promised)
+            values[node.name] = result
+            del args, kwargs, result
+            for name in dead_after[node]:
+                del values[name]
+    returned = (graph.outputs, tuple(graph.updates.values()), tuple(graph.results.values()))
+    return map_nodes(returned, lambda source: values[source.name]), corrections
+
+
+def with_strides(tensor: torch.Tensor, strides: tuple[int, ...]) -> torch.Tensor:
+    """A copy of a tensor with another memory layout."""
+    return torch.empty_strided(tensor.shape, strides, dtype=tensor.dtype, device=tensor.device).copy_(tensor)
+
+
+def _promised_strides(node: fx.Node, result: Any) -> tuple[int, ...] | None:
+    """The strides a result should have according to its fake value, None if it has them (or they do not matter)."""
+    fake = node.meta.get("val")
+    if not isinstance(result, torch.Tensor) or not isinstance(fake, torch.Tensor) or ops.written_arguments(node.target):
+        return None
+    if ops.is_op(node) and ops.is_view(node.target):
+        return None
+    promised = tuple(_torch.optimization_hint(stride) for stride in fake.stride())
+    matters = [dim for dim, size in enumerate(result.shape) if size > 1] if result.numel() > 0 else []
+    return None if all(result.stride(dim) == promised[dim] for dim in matters) else promised
 
 
 def best_binding(graph: StepGraph, node: fx.Node) -> Callable[..., Any]:

@@ -10,6 +10,7 @@ import torch
 
 from wholestep import _torch
 from wholestep.capture import Capture, tree
+from wholestep.capture.binding import FixedTensor
 from wholestep.errors import VerificationError
 from wholestep.runtime.guards import Call
 from wholestep.runtime.specialization import Specialization
@@ -34,12 +35,14 @@ class _World:
         parameters = {id(p): p for module in modules for p in module.parameters()}
         parameters |= {id(p): p for opt in optimizers for group in opt.param_groups for p in group["params"]}
         held = list(parameters.values())
+        owners = [*held, *(leaf for leaf in call.leaves if isinstance(leaf, torch.Tensor) and leaf.requires_grad)]
         held += [b for module in submodules for b in _torch.own_buffers(module).values() if b is not None]
         held += [leaf for leaf in call.leaves if isinstance(leaf, torch.Tensor)]
+        held += [where.tensor for where in capture.bindings.values() if isinstance(where, FixedTensor)]
         held += [v for opt in optimizers for s in opt.state.values() for v in s.values() if isinstance(v, torch.Tensor)]
         return _World(
             tensors=[(tensor, tensor.detach().clone()) for tensor in held],
-            grads=[(p, p.grad, None if p.grad is None else p.grad.detach().clone()) for p in parameters.values()],
+            grads=[(p, p.grad, None if p.grad is None else p.grad.detach().clone()) for p in owners],
             buffers=[(_torch.own_buffers(module), dict(_torch.own_buffers(module))) for module in submodules],
             states=[(opt, {p: dict(entries) for p, entries in opt.state.items()}) for opt in optimizers],
             rng=rng_state(),
@@ -77,10 +80,10 @@ def checked_run(chosen: Specialization, call: Call, number: int) -> Any:
         result = chosen.run(call)
         differences = compare(expected, _observe(capture, call, result))
     except BaseException:
-        world.restore()
+        _undo(world, chosen)
         raise
     if differences:
-        world.restore()
+        _undo(world, chosen)
         worst = sorted(differences.items(), key=lambda item: -item[1])[:_MAX_NAMED]
         listed = ", ".join(f"{name} by {difference:.3g}" for name, difference in worst)
         raise VerificationError(
@@ -89,6 +92,13 @@ def checked_run(chosen: Specialization, call: Call, number: int) -> Any:
             differences,
         )
     return result
+
+
+def _undo(world: _World, chosen: Specialization) -> None:
+    """Put everything back to before the call, which may have been the one that created the optimizer's state."""
+    world.restore()
+    if chosen.num_runs <= 1:
+        chosen.remove_initial_state()
 
 
 def compare(expected: dict[str, Any], found: dict[str, Any]) -> dict[str, float]:
@@ -100,7 +110,7 @@ def compare(expected: dict[str, Any], found: dict[str, Any]) -> dict[str, float]
             continue
         old, new = expected[name], found[name]
         if not isinstance(old, torch.Tensor) or not isinstance(new, torch.Tensor):
-            if old != new:
+            if old != new and not (old != old and new != new):  # NaN is equal to NaN
                 differences[name] = float("inf")
             continue
         try:

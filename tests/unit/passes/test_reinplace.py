@@ -339,6 +339,24 @@ def test_expanded_values_are_not_written() -> None:
     assert [node.target for node in after] == [aten.add_.Tensor]
 
 
+def test_expanded_values_are_not_written_by_ops_over_lists_either() -> None:
+    def run(model: Buffers, x: Tensor) -> Tensor:
+        row = (x @ x)[0]
+        return aten._foreach_add.Scalar([row.expand(3, 3), x @ x.t()], 1)[1]
+
+    graph = same_as_eager(run)
+    assert aten._foreach_add.Scalar in targets(graph)
+
+
+def test_a_value_is_not_written_while_a_view_of_its_copy_is_needed() -> None:
+    def run(model: Buffers, x: Tensor) -> Tensor:
+        base = x @ x
+        flat = base.clone().view(-1)  # simplify makes this a view of the value itself
+        return base.relu().sum() + flat.sum()
+
+    assert aten.clone.default not in targets(same_as_eager(run))
+
+
 def test_a_value_is_not_written_while_a_view_of_it_is_needed() -> None:
     def run(model: Buffers, x: Tensor) -> Tensor:
         base = x @ x

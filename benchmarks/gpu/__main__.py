@@ -1,0 +1,5 @@
+"""All GPU benchmarks: `python -m benchmarks.gpu`."""
+
+from benchmarks.gpu import overhead
+
+overhead.main()
