@@ -3,7 +3,7 @@
     python -m benchmarks.overhead [--quick] [--json]
 
 Peers, from the same weights, batch and seeds: the user's eager step, and `torch.compile(model, backend="aot_eager")`
-with the eager optimizer (the peer that also executes captured graphs op by op). Steps of all three are interleaved, so that
+with the eager optimizer (the peer that also runs captured graphs op by op). Steps of all three are interleaved, so that
 drift of the machine hits them alike; figures are medians. First calls are timed after a small model has gone through
 the same route, so that imports count for nobody. Peak memory is live bytes, measured by one tool for all three.
 """

@@ -84,10 +84,12 @@ def compile(
         return lambda function: compile(function, dynamic_batch=dynamic_batch, verify=verify, passes=passes)
     if not callable(fn):
         raise WholestepError(f"wholestep.compile takes a train step (a function), not a {type(fn).__name__}")
-    if dynamic_batch not in (True, False, "auto"):
+    if not (isinstance(dynamic_batch, bool) or dynamic_batch == "auto"):
         raise WholestepError(f"dynamic_batch is True, False or 'auto', not {dynamic_batch!r}")
-    if verify is not None and (not isinstance(verify, int) or verify < 0):
+    if verify is not None and not _is_count(verify):
         raise WholestepError(f"verify is the number of steps to check, 0 or more, not {verify!r}")
+    if not _is_pipeline(passes):
+        raise WholestepError(f"passes is a pipeline as text or a Pipeline, not {passes!r}")
     settings = Settings.from_environ()
     if settings.log_level is not None:
         attach_handler(settings.log_level)
@@ -103,3 +105,11 @@ def compile(
         dump_dir=Path(settings.dump_dir) if settings.dump_dir else None,
     )
     return CompiledStep(fn, options)
+
+
+def _is_count(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
+
+
+def _is_pipeline(value: object) -> bool:
+    return value is None or isinstance(value, (str, Pipeline))

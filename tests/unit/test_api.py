@@ -192,10 +192,6 @@ def test_dynamic_batch_is_one_of_three(value: Any) -> None:
         wholestep.compile(mse_step, dynamic_batch=value)
 
 
-UNCHECKED = pytest.mark.xfail(strict=True, reason="verify, passes and dynamic_batch=0/1 are taken as they come")
-
-
-@UNCHECKED
 @pytest.mark.parametrize(
     "options",
     [

@@ -42,8 +42,8 @@ class Capture:
     """A captured step and all that is needed to run it again.
 
     `bindings` says where each slot of the graph (and each result) lives; `any_incoming_grad` are parameters whose
-    gradient before the call does not matter; `initial_state` is optimizer state the first run starts from; `stepped` are
-    the optimizers whose `step()` the graph contains.
+    gradient before the call does not matter; `initial_state` is optimizer state the first run starts from; `stepped`
+    are the optimizers whose `step()` the graph contains.
     """
 
     graph: StepGraph

@@ -18,23 +18,32 @@ _CODE_WIDTH = 96
 def print_graph(graph: StepGraph) -> str:
     """The graph as a Python module with one function `step`; the signature names each slot, one per line."""
     passes = ", ".join(str(record) for record in graph.history) or "capture"
-    lines = [f"# Step graph: {graph.num_ops} ops, {len(graph.slots)} slots, after {passes}", "import math"]
-    lines += ["import operator", "import torch", "from torch import device, inf, nan", "", "", "def step("]
+    modules = {_module_of(node.target) for node in graph.calls() if not _torch.is_op_overload(node.target)}
+    lines = [f"# Step graph: {graph.num_ops} ops, {len(graph.slots)} slots, after {passes}"]
+    lines += [f"import {module}" for module in sorted({"math", "operator", "torch", *modules} - {"builtins"})]
+    lines += ["from torch import device, inf, nan", "", "", "def step("]
+    lines += _signature_lines(graph)
     phase = None
     for node in graph.nodes:
-        if node.op == "placeholder":
-            lines.append(_with_comment(f"    {node.name},", [describe(node.meta["val"]), graph.slots[node.name].id]))
-        elif node.op == "output":
+        if node.op == "output":
             lines += _return_lines(graph)
-        else:
-            if phase is None:
-                lines.append("):")
+        elif node.op == "call_function":
             if node.meta["phase"] is not phase:
                 phase = node.meta["phase"]
                 lines.append(f"    # {phase}")
             notes = [describe(node.meta["val"]), node.meta.get("fqn", ""), node.meta.get("source", "")]
             lines.append(_with_comment(f"    {node.name} = {_format_call(node)}", notes))
     return "\n".join(lines) + "\n"
+
+
+def _signature_lines(graph: StepGraph) -> list[str]:
+    return [
+        *(
+            _with_comment(f"    {node.name},", [describe(node.meta["val"]), slot_id])
+            for slot_id, node in graph.placeholders().items()
+        ),
+        "):",
+    ]
 
 
 def _return_lines(graph: StepGraph) -> list[str]:
@@ -63,8 +72,12 @@ def format_target(target: Any) -> str:
     """A call target as Python: `torch.ops.aten.add.Tensor`, `operator.mul`."""
     if _torch.is_op_overload(target):
         return f"torch.ops.{target}"
-    module = {"_operator": "operator"}.get(target.__module__, target.__module__)
+    module = _module_of(target)
     return target.__qualname__ if module == "builtins" else f"{module}.{target.__qualname__}"
+
+
+def _module_of(target: Any) -> str:
+    return "operator" if target.__module__ == "_operator" else str(target.__module__)
 
 
 def _format(value: Any) -> str:

@@ -28,14 +28,14 @@ def verify_graph(graph: StepGraph, *, deep: bool = False) -> None:
         raise GraphError(f"the graph is not well formed: {error}") from error
     last_effect = -1
     for node in graph.nodes:
-        if node.op == "placeholder" and node.name not in graph.slots:
-            raise GraphError(f"input '{node.name}' has no slot")
+        if node.op == "placeholder" and (node.name not in graph.slots or "val" not in node.meta):
+            raise GraphError(f"input '{node.name}' has no {'slot' if node.name not in graph.slots else 'fake value'}")
         if node.op != "call_function":
             continue
         _verify_call(graph, node)
         effect = node.meta.get("effect")
         if effect is not None and effect < last_effect:
-            raise GraphError(f"'{node.name}' ({node.target}) has moved before an effect that was captured earlier")
+            raise GraphError(f"'{node.name}' ({node.target}) has moved behind an effect that was captured after it")
         last_effect = last_effect if effect is None else effect
     _verify_updates(graph)
     if deep:
@@ -52,7 +52,10 @@ def _verify_call(graph: StepGraph, node: fx.Node) -> None:
     if node.target is operator.getitem:
         producer, index = node.args
         assert isinstance(producer, fx.Node)
-        if describe(producer.meta["val"][index]) != describe(node.meta["val"]):
+        items = producer.meta["val"]
+        if not isinstance(items, (list, tuple)) or not isinstance(index, int) or not -len(items) <= index < len(items):
+            raise GraphError(f"'{node.name}' takes item {index} of '{producer.name}', which has no such item")
+        if describe(items[index]) != describe(node.meta["val"]):
             raise GraphError(f"'{node.name}' does not have the type of item {index} of '{producer.name}'")
 
 

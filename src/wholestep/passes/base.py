@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import json
+import re
 from abc import ABC, abstractmethod
 from typing import Any, ClassVar
 
@@ -70,4 +72,9 @@ def lookup(name: str) -> type[Pass]:
 
 
 def _option_text(value: Any) -> str:
-    return str(value).lower() if isinstance(value, bool) else str(value)
+    """An option as pipelines spell it; text that could be mistaken for punctuation is quoted."""
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, str) and not re.fullmatch(r"[\w.:/+-]+", value):
+        return json.dumps(value)
+    return str(value)

@@ -8,9 +8,9 @@ import time
 from collections.abc import Iterable
 from pathlib import Path
 
-from wholestep.errors import PassError
+from wholestep.errors import GraphError, PassError
 from wholestep.graph import PassRecord, StepGraph
-from wholestep.passes.base import Pass
+from wholestep.passes.base import Pass, registered
 
 logger = logging.getLogger(__name__)
 
@@ -36,13 +36,15 @@ def _run_one(graph: StepGraph, item: Pass, dump_dir: Path | None) -> StepGraph:
     graph.eliminate_dead_code()
     before, num_ops_before = str(graph) if dump_dir else "", graph.num_ops
     started = time.perf_counter()
-    result = item.apply(graph)
-    result.eliminate_dead_code()
-    seconds = time.perf_counter() - started
     try:
+        result = item.apply(graph)
+        result.eliminate_dead_code()
+        seconds = time.perf_counter() - started
         result.verify()
+    except GraphError as error:
+        raise GraphError(f"pass '{item}' broke the graph: {error}") from error
     except Exception as error:
-        error.add_note(f"found after pass '{item}'")
+        error.add_note(f"in pass '{item}'")
         raise
     result.history.append(PassRecord(str(item), seconds, num_ops_before, result.num_ops))
     logger.debug("%s: %d -> %d ops, %.1f ms", item, num_ops_before, result.num_ops, seconds * 1e3)
@@ -59,6 +61,10 @@ def _check_order(graph: StepGraph, pipeline: list[Pass]) -> None:
         for required in item.requires:
             if required not in earlier:
                 raise PassError(f"pass '{item.name}' requires '{required}', which has not run before it")
+        for name in done:
+            known = registered().get(name)
+            if known is not None and item.name in known.after:
+                raise PassError(f"pass '{name}' must come after '{item.name}', but has already run on this graph")
         for predecessor in item.after:
             if predecessor in later:
                 raise PassError(f"pass '{item.name}' must come after '{predecessor}', which follows it")

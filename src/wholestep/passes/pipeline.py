@@ -6,6 +6,7 @@ simplify,cse{across_phases=true},reinplace
 from __future__ import annotations
 
 import dataclasses
+import json
 import re
 from collections.abc import Iterator
 from typing import Any
@@ -13,7 +14,9 @@ from typing import Any
 from wholestep.errors import PassError
 from wholestep.passes.base import Pass, lookup
 
-_ITEM = re.compile(r"\s*(?P<name>[\w-]+)\s*(?:\{(?P<options>[^{}]*)\})?\s*(?:,|$)")
+_VALUE = r'"(?:[^"\\]|\\.)*"|[^",{}]*'
+_OPTION = re.compile(rf"\s*(?P<key>[\w-]+)\s*=\s*(?P<value>{_VALUE})\s*(?:,|$)")
+_ITEM = re.compile(rf"\s*(?P<name>[\w-]+)\s*(?:\{{(?P<options>(?:{_VALUE}|,)*)\}})?\s*(?:,|$)")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,12 +49,16 @@ def _make(name: str, options_text: str) -> Pass:
     cls = lookup(name)
     fields = {field.name: field for field in dataclasses.fields(cls)}
     options: dict[str, Any] = {}
-    for item in filter(None, (part.strip() for part in options_text.split(","))):
-        key, separator, value = item.partition("=")
-        if not separator or key not in fields:
+    position = 0
+    while position < len(options_text.rstrip()):
+        match = _OPTION.match(options_text, position)
+        if match is None or match["key"] not in fields:
             known = ", ".join(fields) or "none"
-            raise PassError(f"pass '{name}' has no option '{item}'; its options: {known}")
-        options[key] = _convert(name, key, value, fields[key].default)
+            raise PassError(f"pass '{name}' has no option '{options_text[position:].strip()}'; its options: {known}")
+        value = match["value"]
+        text = json.loads(value) if value.startswith('"') else value.strip()
+        options[match["key"]] = _convert(name, match["key"], text, fields[match["key"]].default)
+        position = match.end()
     return cls(**options)
 
 

@@ -80,7 +80,8 @@ class _Memory:
     """Which nodes share memory, and when each piece of memory is read last.
 
     A class of storages is named by its root; `last_read[root]` is the position of the last node that reads any value
-    in it, `slots[root]` the input it belongs to. In-place ops merge the class of their result into their argument's.
+    in it, `slots[root]` the input it belongs to, `final_of[root]` the slot whose new value it holds. In-place ops merge
+    the class of their result into their argument's.
     """
 
     position: dict[fx.Node, int]
@@ -88,6 +89,7 @@ class _Memory:
     parent: dict[int, int] = field(default_factory=dict)
     last_read: dict[int, int] = field(default_factory=dict)
     slots: dict[int, fx.Node] = field(default_factory=dict)
+    final_of: dict[int, fx.Node] = field(default_factory=dict)
     _keys: dict[fx.Node, tuple[int, ...]] = field(default_factory=dict)
 
     @staticmethod
@@ -103,6 +105,9 @@ class _Memory:
             for source in node.all_input_nodes:
                 for key in memory.keys(source):
                     memory.last_read[memory._find(key)] = index
+        slots = graph.placeholders()
+        for slot_id, value in graph.updates.items():
+            memory.final_of.setdefault(memory.root(value), slots[slot_id])
         return memory
 
     def keys(self, node: fx.Node) -> tuple[int, ...]:
@@ -130,6 +135,16 @@ class _Memory:
         root = self.root(node)
         slot = self.slots.get(root)
         return self.last_read.get(root, -1) <= at and (slot is None or slot in self.updated)
+
+    def may_stay(self, result: fx.Node, source: fx.Node) -> bool:
+        """Whether a result computed in the memory of `source` is out of the way when the step ends.
+
+        What is still needed then (returned, or the new value of some slot) must not sit in a slot it is not the new
+        value of, because that slot's own new value has yet to be written.
+        """
+        slot, root = self.slots.get(self.root(source)), self.root(result)
+        is_needed_at_the_end = self.last_read.get(root, -1) == len(self.position) - 1
+        return slot is None or not is_needed_at_the_end or self.final_of.get(root) is slot
 
     def _find(self, key: int) -> int:
         while self.parent[key] != key:
@@ -236,6 +251,8 @@ def _fits(memory: _Memory, node: fx.Node, source: fx.Node, result: fx.Node | Non
     if result is not None and layout(result.meta["val"]) != layout(value):
         return False
     if not memory.may_write(source, memory.position[node]):
+        return False
+    if result is not None and not memory.may_stay(result, source):
         return False
     root = memory.root(source)
     others = [other for other in node.all_input_nodes if other is not source and root in memory.roots(other)]

@@ -114,11 +114,6 @@ def assert_printed_graph_runs(step: CompiledStep, *args: Any) -> None:
         assert torch.equal(torch.as_tensor(found[name]), torch.as_tensor(value)), name
 
 
-UNQUALIFIED = pytest.mark.xfail(
-    strict=True, reason="the stand-in for mkldnn_rnn_layer is printed, its import is not", raises=NameError
-)
-
-
 @pytest.mark.parametrize("passes", [None, ""], ids=["compiled", "captured"])
 @pytest.mark.parametrize(
     ("name", "optimizer"),
@@ -128,7 +123,7 @@ UNQUALIFIED = pytest.mark.xfail(
         ("gpt", "adam_foreach"),
         ("resnet", "sgd_fused"),
         ("custom_function", "nadam"),
-        pytest.param("lstm", "sgd", marks=UNQUALIFIED),
+        pytest.param("lstm", "sgd"),
     ],
 )
 def test_the_text_runs_and_does_what_the_step_does(name: str, optimizer: str, passes: str | None) -> None:
@@ -168,7 +163,6 @@ def test_the_text_names_each_slot_once_in_order() -> None:
     assert [text.split("  # ")[1].split("  ")[-1] for text in signature.splitlines()] == list(graph.placeholders())
 
 
-@pytest.mark.xfail(strict=True, reason="the signature of a graph without ops is not closed", raises=SyntaxError)
 def test_a_graph_without_ops_is_python_too() -> None:
     def step(model: nn.Module, x: Tensor) -> Tensor:
         return x

@@ -136,7 +136,6 @@ def test_a_predecessor_in_the_same_pipeline_or_none_at_all_is_fine(graph: StepGr
     assert [record.name for record in graph.history] == ["alpha", "behind_alpha"]
 
 
-@pytest.mark.xfail(strict=True, reason="`after` is checked within one pipeline only, not against the graph's history")
 def test_a_predecessor_may_not_follow_in_a_later_pipeline(graph: StepGraph) -> None:
     run_passes(graph, [BehindAlpha()])
     with pytest.raises(PassError, match=r"'behind_alpha'.*'alpha'|'alpha'.*'behind_alpha'"):
@@ -215,7 +214,6 @@ def test_parsing_undoes_printing(passes: list[Pass]) -> None:
     assert str(Pipeline.parse(str(pipeline))) == str(pipeline)
 
 
-@pytest.mark.xfail(strict=True, reason="text options with , { } or blanks at their ends are printed as they are")
 @pytest.mark.parametrize("label", ["a,b", "{", "a}b", "a "])
 def test_any_text_may_be_an_option(label: str) -> None:
     pipeline = Pipeline((Alpha(label=label), Scripted()))
@@ -249,9 +247,8 @@ def test_a_graph_that_is_broken_already_is_found_before_any_pass(graph: StepGrap
 
 
 def test_a_pass_that_breaks_the_graph_is_named(graph: StepGraph) -> None:
-    with pytest.raises(GraphError, match="has no phase") as caught:
+    with pytest.raises(GraphError, match=r"pass 'behind_alpha' broke the graph: .* has no phase"):
         run_passes(graph, [Scripted(), doing(break_phase, BehindAlpha), OnWrites()])
-    assert caught.value.__notes__ == ["found after pass 'behind_alpha'"]
     assert [record.name for record in graph.history] == ["scripted"]
 
 

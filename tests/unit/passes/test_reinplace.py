@@ -244,12 +244,6 @@ def test_a_part_of_a_buffer_can_be_written() -> None:
     same_as_eager(run)
 
 
-CHAINED = pytest.mark.xfail(
-    strict=True,
-    reason="the write of a slot whose memory already holds another slot's new value lands behind the output",
-)
-
-
 def chained(model: Buffers, x: Tensor) -> Tensor:
     """The new `a` is computed in the memory of `b`, which is to hold something else at the end."""
     doubled = model.b * 2
@@ -259,13 +253,11 @@ def chained(model: Buffers, x: Tensor) -> Tensor:
     return more
 
 
-@CHAINED
 def test_a_buffer_can_pass_its_memory_to_another_one_and_be_updated_itself() -> None:
     graph = same_as_eager(lambda model, x: (chained(model, x), None)[1])
     assert graph.nodes[-1].op == "output"
 
 
-@CHAINED
 def test_a_buffer_can_pass_its_memory_on_while_its_new_value_is_returned() -> None:
     same_as_eager(chained)
 
