@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-
 from tests.parity import assert_parity
+
 from wholestep import zoo
 
 pytestmark = pytest.mark.gpu

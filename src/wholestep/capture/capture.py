@@ -43,7 +43,7 @@ class Capture:
 
     `bindings` says where each slot of the graph (and each result) lives; `any_incoming_grad` are parameters whose
     gradient before the call does not matter; `initial_state` is optimizer state the first run starts from; `stepped`
-    are the optimizers whose `step()` the graph contains.
+    are the optimizers whose `step()` the graph contains; `written` the ids of the slots it writes to.
     """
 
     graph: StepGraph
@@ -53,6 +53,7 @@ class Capture:
     any_incoming_grad: tuple[torch.Tensor, ...]
     initial_state: list[tuple[Optimizer, torch.Tensor, dict[str, Any]]]
     stepped: tuple[Optimizer, ...]
+    written: frozenset[str]
     spec: tree.Spec
     dynamic_leaves: frozenset[int]
     num_checkpoint_regions: int
@@ -104,6 +105,7 @@ def capture(
         any_incoming_grad=_indifferent_parameters(call),
         initial_state=_state_to_install(call),
         stepped=tuple(call.session.stepped),
+        written=frozenset(graph.updates),
         spec=tree.flatten((args, kwargs))[1],
         dynamic_leaves=dynamic_leaves,
         num_checkpoint_regions=call.session.num_checkpoint_regions,

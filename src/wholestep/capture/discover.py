@@ -9,6 +9,7 @@ from __future__ import annotations
 import builtins
 import functools
 import inspect
+import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from types import CellType, CodeType, FunctionType, MethodType, ModuleType
@@ -25,24 +26,56 @@ from wholestep.errors import CaptureError
 _MAX_DEPTH = 4
 _SCALARS = (bool, int, float, str, type(None))
 
-Read = Callable[[], Any]
+_UNASSIGNED = object()
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a value stands: a closure cell, an entry of a namespace, or nowhere but here (`owner` itself)."""
+
+    owner: Any
+    key: str | None = None
+
+    def read(self) -> Any:
+        if isinstance(self.owner, CellType):
+            try:
+                return self.owner.cell_contents
+            except ValueError:
+                return _UNASSIGNED
+        return self.owner if self.key is None else self.owner.get(self.key, _UNASSIGNED)
+
+    def write(self, value: Any) -> None:
+        if isinstance(self.owner, CellType):
+            self.owner.cell_contents = value
+        elif self.key is not None and isinstance(self.owner, dict):
+            self.owner[self.key] = value
 
 
 @dataclass(frozen=True)
 class FreeValue:
-    """Something the step reads from outside: how to read it again, and what it was (see `fingerprint`)."""
+    """Something the step reads from outside: where it stands, and what it was (see `fingerprint`)."""
 
-    read: Read
+    place: Place
     value: Any
     print: Any
 
     @staticmethod
-    def of(read: Read) -> FreeValue:
-        value = read()
-        return FreeValue(read, value, fingerprint(value))
+    def of(place: Place) -> FreeValue:
+        value = place.read()
+        return FreeValue(place, value, fingerprint(value))
+
+    def read(self) -> Any:
+        return self.place.read()
 
     def has_changed(self) -> bool:
         return fingerprint(self.read()) != self.print
+
+    def put_back(self) -> None:
+        """Undo a change: the old object, and the old length of a list that was appended to."""
+        if isinstance(self.value, list):
+            del self.value[len(self.print) - 1 :]
+        if self.read() is not self.value:
+            self.place.write(self.value)
 
 
 @dataclass(frozen=True)
@@ -82,15 +115,15 @@ def reachable(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[
     for name, value in arguments:
         _sort(name, value, modules, optimizers)
         if is_plain_object(value):
-            for attribute, read in _attributes(name, value, names):
-                _sort(attribute, read(), modules, optimizers)
-                free_values[attribute] = FreeValue.of(read)
-    for name, read in _free_variables(function, names, _MAX_DEPTH):
-        _sort(name, read(), modules, optimizers)
-        free_values[name] = FreeValue.of(read)
+            for attribute, place in _attributes(name, value, names):
+                _sort(attribute, place.read(), modules, optimizers)
+                free_values[attribute] = FreeValue.of(place)
+    for name, place in _free_variables(function, names, _MAX_DEPTH):
+        _sort(name, place.read(), modules, optimizers)
+        free_values[name] = FreeValue.of(place)
     for module in list(modules.values()):
-        for name, read in _hook_variables(module):
-            _sort(name, read(), modules, optimizers)
+        for name, place in _hook_variables(module):
+            _sort(name, place.read(), modules, optimizers)
     inner = {id(child) for module in modules.values() for child in module.modules() if child is not module}
     modules = {name: module for name, module in modules.items() if id(module) not in inner}
     if not modules:
@@ -150,18 +183,18 @@ def _named_arguments(
         yield from zip(tree.paths(value, name), leaves, strict=True)
 
 
-def _free_variables(function: Callable[..., Any], names: set[str], depth: int) -> Iterator[tuple[str, Read]]:
+def _free_variables(function: Callable[..., Any], names: set[str], depth: int) -> Iterator[tuple[str, Place]]:
     """Readers of what a function uses from outside, following helpers of the same module and a bound `self`."""
     if depth == 0:
         return
     if isinstance(function, functools.partial):
         for key, value in [*enumerate(function.args), *function.keywords.items()]:
-            yield f"partial[{key!r}]", functools.partial(_identity, value)
+            yield f"partial[{key!r}]", Place(value)
         yield from _free_variables(function.func, names, depth - 1)
         return
     owner = getattr(function, "__self__", None)
     if isinstance(owner, nn.Module):
-        yield "self", functools.partial(_identity, owner)
+        yield "self", Place(owner)
     elif isinstance(function, MethodType) and is_plain_object(owner):
         yield from _attributes("self", owner, names)
     plain = _plain_function(function)
@@ -169,13 +202,14 @@ def _free_variables(function: Callable[..., Any], names: set[str], depth: int) -
         if is_plain_object(function):
             yield from _free_variables(function.__call__, names, depth - 1)
         return
-    for name, read in _outer_names(plain):
-        yield name, read
-        value = read()
-        if is_plain_object(value):
+    for name, place in _outer_names(plain):
+        value: Any = place.read()
+        if not isinstance(value, ModuleType):
+            yield name, place
+        if _is_namespace(value):
             yield from _attributes(name, value, names)
         if _is_helper(value, plain):
-            yield from _free_variables(value, names, depth - 1)
+            yield from _free_variables(value, names, depth - 1)  # pyright: ignore[reportArgumentType]
 
 
 def _attribute_names(function: Callable[..., Any], owners: list[Any], depth: int) -> set[str]:
@@ -189,13 +223,14 @@ def _attribute_names(function: Callable[..., Any], owners: list[Any], depth: int
     if plain is None or depth == 0:
         return set()
     names = set(_names_in(plain.__code__))
-    for _, read in _outer_names(plain):
-        value = read()
+    for _, place in _outer_names(plain):
+        value = place.read()
         if _is_helper(value, plain):
             names |= _attribute_names(value, [], depth - 1)
     followed: set[FunctionType] = set()
     while True:
-        methods = {getattr(type(owner), name, None) for owner in owners for name in names}
+        classes = {cls for owner in owners for cls in type(owner).__mro__}
+        methods = {vars(cls).get(name) for cls in classes for name in names}
         new = {method for method in methods if isinstance(method, FunctionType)} - followed
         if not new:
             return names
@@ -221,42 +256,42 @@ def is_plain_object(value: Any) -> bool:
     return hasattr(value, "__dict__") and not isinstance(value, excluded)
 
 
-def _attributes(name: str, owner: Any, names: set[str]) -> Iterator[tuple[str, Read]]:
-    for attribute in vars(owner):
-        if attribute in names:
-            yield f"{name}.{attribute}", functools.partial(vars(owner).get, attribute)
+def _is_namespace(value: Any) -> bool:
+    """A plain object, or a class or module of the user's: something whose attributes the step may read."""
+    if isinstance(value, (type, ModuleType)):
+        root = (value.__module__ if isinstance(value, type) else value.__name__).split(".")[0]
+        return root not in ("torch", "wholestep") and root not in sys.stdlib_module_names
+    return is_plain_object(value)
 
 
-def _hook_variables(module: nn.Module) -> Iterator[tuple[str, Read]]:
+def _attributes(name: str, owner: Any, names: set[str], depth: int = 3) -> Iterator[tuple[str, Place]]:
+    """Attributes of an object that the step mentions, and those of objects they hold."""
+    for attribute, value in list(vars(owner).items()):
+        if attribute not in names or depth == 0 or isinstance(value, (FunctionType, ModuleType)):
+            continue
+        namespace: Any = vars(owner)
+        yield f"{name}.{attribute}", Place(namespace, attribute)
+        if _is_namespace(value):
+            yield from _attributes(f"{name}.{attribute}", value, names, depth - 1)
+    for attribute, value in list(vars(owner).items()):
+        if attribute in names and depth and isinstance(value, ModuleType) and _is_namespace(value):
+            yield from _attributes(f"{name}.{attribute}", value, names, depth - 1)
+
+
+def _hook_variables(module: nn.Module) -> Iterator[tuple[str, Place]]:
     """What hooks on parameters hold on to: the optimizers of a step that updates inside the backward."""
     for name, parameter in module.named_parameters():
         for hook in _torch.tensor_hooks(parameter):
-            yield from ((f"{name} hook {key}", read) for key, read in _free_variables(hook, set(), 2))
+            yield from ((f"{name} hook {key}", place) for key, place in _free_variables(hook, set(), 2))
 
 
-def _outer_names(function: FunctionType) -> Iterator[tuple[str, Read]]:
+def _outer_names(function: FunctionType) -> Iterator[tuple[str, Place]]:
     for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
-        read = functools.partial(_cell_contents, cell)
-        if read() is not _UNASSIGNED:
-            yield name, read
+        if Place(cell).read() is not _UNASSIGNED:
+            yield name, Place(cell)
     for name in dict.fromkeys(_names_in(function.__code__)):
-        value = function.__globals__.get(name, _UNASSIGNED)
-        if value is not _UNASSIGNED and not hasattr(builtins, name) and not isinstance(value, ModuleType):
-            yield name, functools.partial(function.__globals__.get, name)
-
-
-_UNASSIGNED = object()
-
-
-def _cell_contents(cell: CellType) -> Any:
-    try:
-        return cell.cell_contents
-    except ValueError:
-        return _UNASSIGNED
-
-
-def _identity(value: Any) -> Any:
-    return value
+        if name in function.__globals__ and not hasattr(builtins, name):
+            yield name, Place(function.__globals__, name)
 
 
 def _names_in(code: CodeType) -> Iterator[str]:

@@ -63,8 +63,7 @@ def refuse_outer_changes(found: Reachable, location: str | None) -> None:
     for name, free in found.free_values.items():
         if not free.has_changed():
             continue
-        if isinstance(free.value, list):
-            del free.value[len(free.print) - 1 :]  # whatever was appended is a traced value
+        free.put_back()
         raise CaptureError(
             f"the step changes '{name}', which is outside of it",
             location=location,

@@ -52,6 +52,7 @@ def lent_optimizer(
 ) -> Generator[None]:
     """Give the optimizer twins of its parameters, of `state` and of its learning rates; restore it on leaving."""
     kept_groups, kept_state = [dict(group) for group in optimizer.param_groups], optimizer.state
+    kept_attributes = dict(vars(optimizer))
     traced_state: defaultdict[Any, dict[str, Any]] = defaultdict(dict)
     for index, group in enumerate(optimizer.param_groups):
         for p in group["params"]:
@@ -66,6 +67,7 @@ def lent_optimizer(
     finally:
         for group, kept in zip(optimizer.param_groups, kept_groups, strict=True):
             _refill(group, kept)
+        _refill(vars(optimizer), kept_attributes)
         optimizer.state = kept_state
 
 

@@ -78,8 +78,7 @@ def _arguments_guard(capture: Capture, call: Call) -> Check:
         else:
             expected.append(tensor_type(leaf))
     tensors = [isinstance(leaf, torch.Tensor) for leaf in call.leaves]
-    known = {id(where.tensor) for where in capture.bindings.values() if isinstance(where, FixedTensor)}
-    identities = _identities(call.leaves, known)
+    shares_like_before = _sharing(capture, call)
     batch_sizes = _BatchSizes(capture) if dynamic else None
 
     def check(now: Call) -> str | None:
@@ -99,9 +98,30 @@ def _arguments_guard(capture: Capture, call: Call) -> Check:
                 found = (found[0][1:], *found[1:])
             if found != expected[index]:
                 return f"{now.path(index)} changed: {_type_difference(expected[index], found)}"
-        if _identities(now.leaves, known) != identities:
+        if not shares_like_before(now.leaves):
             return "the same tensor is passed in other places than before"
         return batch_sizes.check(sizes) if batch_sizes is not None else None
+
+    return check
+
+
+def _sharing(capture: Capture, call: Call) -> Callable[[list[Any]], bool]:
+    """A predicate: does each tensor stand in the places where it stood at capture?
+
+    One tensor in two places is one slot, so it must stay one. Two tensors may become one if the step writes to neither.
+    """
+    known = {id(where.tensor) for where in capture.bindings.values() if isinstance(where, FixedTensor)}
+    expected = _identities(call.leaves, known)
+    writes_to_arguments = any(slot_id.startswith(SlotKind.BATCH) for slot_id in capture.written)
+
+    def check(leaves: list[Any]) -> bool:
+        now = _identities(leaves, known)
+        if now == expected:
+            return True
+        if writes_to_arguments or (-1 in now and -1 not in expected):
+            return False
+        own = [index for index, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
+        return all(first in (index, actual) for index, first, actual in zip(own, expected, now, strict=True))
 
     return check
 
@@ -224,8 +244,6 @@ def _optimizer_guard(name: str, optimizer: Optimizer) -> Check:
     def check(_: Call) -> str | None:
         if _torch.num_hooks(optimizer) != num_hooks:
             return f"hooks were added to or removed from {name}"
-        if _shared_rates(optimizer) != rates:
-            return f"parameter groups of {name} share their learning rate tensor in another way"
         if len(optimizer.param_groups) != len(groups):
             return f"{name} has {len(optimizer.param_groups)} parameter groups instead of {len(groups)}"
         for index, (group, (params, options)) in enumerate(zip(optimizer.param_groups, groups, strict=True)):
@@ -237,6 +255,8 @@ def _optimizer_guard(name: str, optimizer: Optimizer) -> Check:
                     f"'{changed}' of {name}.param_groups[{index}] changed from {options.get(changed)!r} "
                     f"to {now.get(changed)!r}"
                 )
+        if _shared_rates(optimizer) != rates:
+            return f"parameter groups of {name} share their learning rate tensor in another way"
         keys = [tuple(optimizer.state[p]) if p in optimizer.state else () for p in members]
         return None if keys == state_keys else f"the state of {name} has other entries than before"
 

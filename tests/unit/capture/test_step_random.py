@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from tests.twins import SmallNet, Twins, World, mse_step, pair, small_world
+from tests.twins import SmallNet, Twins, mse_step, pair, small_world
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -113,41 +113,31 @@ def test_capturing_draws_nothing() -> None:
     assert torch.equal(torch.get_rng_state(), expected)
 
 
-def refuses_or_agrees(build: Callable[[], World], make: Callable[[World], Any]) -> None:
-    """Random numbers from elsewhere may be drawn right or refused, but not be other ones without a word."""
-    twins = Twins(build, make=make)
-    try:
-        twins.steps(3, X, Y)
-    except wholestep.CaptureError:
-        return
-    for world in twins.worlds:
-        if hasattr(world, "generator"):
-            assert torch.equal(world.generator.get_state(), twins.worlds[0].generator.get_state())
+def draws_from_its_own(model: nn.Module, optimizer: Optimizer, features: Tensor, targets: Tensor) -> Tensor:
+    generator = torch.Generator()
+    return mse_step(model, optimizer, features + torch.randn(6, 4, generator=generator), targets)
 
 
-@pytest.mark.xfail(strict=True, reason="a generator ends in AttributeError: no attribute 'is_quantized'")
-def test_a_generator_of_ones_own() -> None:
-    def make(world: World) -> Any:
-        generator = world.generator = torch.Generator().manual_seed(3)
-
-        def step(model: nn.Module, optimizer: Optimizer, features: Tensor, targets: Tensor) -> Tensor:
-            return mse_step(model, optimizer, features + torch.randn(6, 4, generator=generator), targets)
-
-        return step
-
-    refuses_or_agrees(small_world(), make)
+def seeds(model: nn.Module, optimizer: Optimizer, features: Tensor, targets: Tensor) -> Tensor:
+    torch.manual_seed(5)
+    return mse_step(model, optimizer, features + torch.randn(6, 4), targets)
 
 
-@pytest.mark.xfail(strict=True, reason="seeding inside the step is lost without a word")
-def test_seeding_inside_the_step() -> None:
-    def make(world: World) -> Any:
-        def step(model: nn.Module, optimizer: Optimizer, features: Tensor, targets: Tensor) -> Tensor:
-            torch.manual_seed(5)
-            return mse_step(model, optimizer, features + torch.randn(6, 4), targets)
-
-        return step
-
-    refuses_or_agrees(small_world(), make)
+@pytest.mark.parametrize(
+    ("step", "message"),
+    [
+        (draws_from_its_own, "the step draws from a torch.Generator of its own. Draw from the global generator"),
+        (seeds, "the step sets the random seed or state itself. Call torch.manual_seed outside the step"),
+    ],
+)
+def test_another_stream_is_refused(step: Callable[..., Any], message: str) -> None:
+    world = small_world()()
+    before = torch.get_rng_state()
+    with pytest.raises(wholestep.CaptureError) as caught:
+        wholestep.compile(step)(world.model, world.optimizer, X, Y)
+    assert message in str(caught.value)
+    assert __file__ in str(caught.value)
+    assert torch.equal(torch.get_rng_state(), before)
 
 
 def test_random_() -> None:

@@ -13,9 +13,9 @@ from torch.optim import SGD, Optimizer
 from torch.utils.flop_counter import FlopCounterMode
 
 import wholestep
+from wholestep.api import CompiledStep
 from wholestep.cost import Cost, Traffic, node_bytes, node_cost, node_elementwise_flops, node_flops, total_cost
 from wholestep.graph import Phase
-from wholestep.api import CompiledStep
 from wholestep.zoo import Batch, get
 from wholestep.zoo.gpt import GPTConfig, make_case
 

@@ -13,12 +13,12 @@ from torch import nn
 from torch.optim import SGD, Optimizer
 
 import wholestep
+from wholestep.api import CompiledStep
 from wholestep.cost import profile_memory
 from wholestep.graph import Phase
 from wholestep.report import Bar, Card, Code, Figure, Prose, Report, Section, Table, step_report
 from wholestep.report.charts import Series, line_chart
 from wholestep.report.summary import format_bytes, format_count, module_pattern
-from wholestep.api import CompiledStep
 
 VOID_ELEMENTS = {"meta"}  # the only one a page uses
 
