@@ -104,7 +104,7 @@ def of_one_size(plan: Plan) -> Plan:
 @pytest.mark.parametrize("family", FAMILIES)
 def test_pipelines_on_random_steps(family: str) -> None:
     @DETERMINISTIC
-    @given(plans(FAMILIES[family], max_layers=3).map(of_one_size), pipelines)
+    @given(plans(FAMILIES[family]).map(of_one_size), pipelines)
     def check(plan: Plan, other: str) -> None:
         note(repr(plan))
         assert_passes_change_nothing(partial(run_plan, plan), [*PREFIXES, other])

@@ -10,7 +10,7 @@ DETERMINISTIC = settings(
     derandomize=True,
     database=None,
     deadline=None,
-    max_examples=70,
+    max_examples=67,
     phases=[Phase.explicit, Phase.generate, Phase.shrink],
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
 )
@@ -38,7 +38,7 @@ def test_random_steps_are_eagers(family: str) -> None:
     check()
 
 
-@settings(DETERMINISTIC, max_examples=10)
+@settings(DETERMINISTIC, max_examples=8)
 @given(plans(), st.integers(1, STEPS))
 def test_random_steps_verify(plan: Plan, number: int) -> None:
     note(repr(plan))

@@ -202,6 +202,8 @@ def _lift_module(call: _Call, prefix: str, module: nn.Module) -> None:
         for name, buffer in _torch.own_buffers(submodule).items():
             if buffer is not None:
                 fqn = f"{prefix}{path}.{name}" if path else f"{prefix}{name}"
+                if buffer.requires_grad:
+                    raise CaptureError(f"buffer '{fqn}' requires a gradient", advice="Make it a parameter")
                 twin = _lift(call, buffer, Slot(SlotKind.BUFFER, fqn), binding.BufferOf(submodule, name))
                 slot_id = next(lifted.slot.id for lifted in call.session.lifted.values() if lifted.twin is twin)
                 call.session.buffer_slots[id(submodule), name] = slot_id

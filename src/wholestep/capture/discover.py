@@ -202,6 +202,8 @@ def _free_variables(function: Callable[..., Any], names: set[str], depth: int) -
         if is_plain_object(function):
             yield from _free_variables(function.__call__, names, depth - 1)
         return
+    defaults = [*enumerate(plain.__defaults__ or ()), *(plain.__kwdefaults__ or {}).items()]
+    yield from ((f"default {key} of {plain.__name__}", Place(value)) for key, value in defaults)
     for name, place in _outer_names(plain):
         value: Any = place.read()
         if not isinstance(value, ModuleType):
@@ -225,12 +227,15 @@ def _attribute_names(function: Callable[..., Any], owners: list[Any], depth: int
     names = set(_names_in(plain.__code__))
     for _, place in _outer_names(plain):
         value = place.read()
+        if is_plain_object(value):
+            owners.append(value)
         if _is_helper(value, plain):
             names |= _attribute_names(value, [], depth - 1)
     followed: set[FunctionType] = set()
     while True:
         classes = {cls for owner in owners for cls in type(owner).__mro__}
-        methods = {vars(cls).get(name) for cls in classes for name in names}
+        members = [vars(cls).get(name) for cls in classes for name in names]
+        methods = [member.fget if isinstance(member, property) else member for member in members]
         new = {method for method in methods if isinstance(method, FunctionType)} - followed
         if not new:
             return names

@@ -16,6 +16,7 @@ from unittest import mock
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 from torch.autograd.profiler import record_function
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.optim import Optimizer
@@ -150,6 +151,8 @@ def interposed(session: Session, module_names: dict[int, str]) -> Generator[None
         mock.patch.object(nn.Module, "zero_grad", _traced_zero_grad(session, nn.Module.zero_grad)),
         mock.patch.object(LRScheduler, "step", _refuse_scheduler),
         mock.patch.object(ReduceLROnPlateau, "step", _refuse_scheduler),
+        mock.patch.object(saved_tensors_hooks, "__enter__", _enter_saved_tensors_hooks),
+        mock.patch.object(saved_tensors_hooks, "__exit__", return_value=None),
         mock.patch.object(record_function, "__enter__", return_value=None),
         mock.patch.object(record_function, "__exit__", return_value=None),
         contextlib.ExitStack() as stack,
@@ -203,6 +206,17 @@ def _refuse_scheduler(*_: Any, **__: Any) -> None:
     )
 
 
+def _enter_saved_tensors_hooks(hooks: saved_tensors_hooks) -> None:
+    """Keeping saved tensors on the CPU changes no value and is left out; other hooks may, and are refused."""
+    if isinstance(hooks, save_on_cpu):
+        return
+    raise CaptureError(
+        "the step changes what autograd saves (torch.autograd.graph.saved_tensors_hooks)",
+        location=source.current_location(),
+        advice="What to keep for the backward is decided on the graph; leave the hooks out",
+    )
+
+
 def _module_hooks(session: Session, names: dict[int, str]) -> list[Any]:
     """Keep the path of the module whose forward is running."""
 
@@ -248,6 +262,7 @@ def _optimizer_hooks(session: Session, stack: contextlib.ExitStack) -> list[Any]
 
     def leave(_optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
         scopes.pop().close()
+        session.optimizer = None
 
     def abandon() -> None:
         while scopes:

@@ -52,7 +52,7 @@ class Session:
     """(id of a module, name) of each buffer -> its slot; several places may share one."""
     stepped: list[Optimizer] = field(default_factory=list)
     optimizer: Optimizer | None = None
-    """The optimizer whose `step()` was entered last."""
+    """The optimizer whose `step()` is running."""
     touched: set[tuple[int, int]] = field(default_factory=set)
     """(optimizer, twin) pairs that had a gradient when the optimizer stepped: these have state afterwards."""
     cleared_first: set[int] = field(default_factory=set)

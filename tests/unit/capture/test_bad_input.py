@@ -1,6 +1,7 @@
 """Steps that cannot be captured: a sentence with the user's line and what to do, and nothing has been touched."""
 
 import functools
+import gc
 import inspect
 import logging
 import math
@@ -32,6 +33,7 @@ def _torch_is_left_as_it_was() -> Iterator[None]:
     yield
     assert (torch.autograd.backward, Optimizer.zero_grad, nn.Module.zero_grad, LRScheduler.step) == ORIGINALS
     assert not torch.compiler.is_compiling()
+    assert gc.isenabled()
     assert not torch.nn.modules.module._global_forward_hooks
     assert not torch.nn.modules.module._global_forward_pre_hooks
     assert torch.is_grad_enabled()
@@ -275,6 +277,11 @@ def test_shapes_that_depend_on_values(step: Step) -> None:
     assert_refused(
         step, "depends on a value that is only known when it runs", "Use torch.where", line=marked_line(step)
     )
+
+
+@pytest.mark.parametrize("step", [masks, finds_unique, compares])
+def test_the_optimizer_is_not_blamed_for_what_follows_it(step: Step) -> None:
+    assert_refused(step, "the step depends on a value that is only known when it runs")
 
 
 def asks_numpy(model: nn.Module, optimizer: Optimizer, features: Tensor, targets: Tensor) -> Any:

@@ -318,6 +318,24 @@ def test_the_optimizer_step_in_a_post_accumulate_grad_hook() -> None:
         twins.steps(3, X, Y)
 
 
+def test_saved_tensors_kept_on_the_cpu() -> None:
+    def step(model: nn.Module, optimizer: Optimizer, features: Tensor, targets: Tensor) -> Tensor:
+        with torch.autograd.graph.save_on_cpu():
+            return mse_step(model, optimizer, features, targets)
+
+    assert_same(None, step)
+
+
+def test_saved_tensors_kept_in_half_precision() -> None:
+    def step(model: nn.Module, optimizer: Optimizer, features: Tensor, targets: Tensor) -> Tensor:
+        with torch.autograd.graph.saved_tensors_hooks(lambda saved: saved.bfloat16(), lambda saved: saved.float()):
+            return mse_step(model, optimizer, features, targets)
+
+    twins = Twins(small_world(), step)
+    with contextlib.suppress(wholestep.CaptureError):  # refusing the step is as good as running it
+        twins.steps(3, X, Y)
+
+
 def test_module_hooks() -> None:
     def build() -> World:
         world = small_world()()
@@ -388,6 +406,17 @@ class WithBuffers(SmallNet):
         self.history = self.history.roll(1)
         self.history[0] = output.detach().mean()
         return output * self.count + self.mean + self.history.sum()
+
+
+class TrainableBuffer(SmallNet):
+    scale: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("scale", torch.ones(3, requires_grad=True))
+
+    def forward(self, features: Tensor) -> Tensor:
+        return super().forward(features) * self.scale
 
 
 class InPlace(SmallNet):
@@ -471,6 +500,11 @@ def test_models(name: str) -> None:
     assert_same(small_world(MODELS[name]), mse_step)
 
 
+def test_a_buffer_that_requires_grad() -> None:
+    with pytest.raises(wholestep.CaptureError, match="buffer 'scale' requires a gradient"):
+        Twins(small_world(TrainableBuffer), mse_step).step(X, Y)
+
+
 @pytest.mark.parametrize("name", ["tied", "shared", "partly_used", "buffers", "in_place"])
 def test_models_with_a_fused_optimizer(name: str) -> None:
     assert_same(small_world(MODELS[name], functools.partial(AdamW, lr=0.01, fused=True)), mse_step)
@@ -510,6 +544,29 @@ class OverChannels(nn.Module):
 )
 def test_layers_over_transposed_memory(inner: nn.Module) -> None:
     assert_same(small_world(lambda: OverChannels(copy.deepcopy(inner))), mse_step)
+
+
+@pytest.mark.parametrize(
+    "inner",
+    [
+        nn.Conv1d(4, 4, 3, padding=1),
+        nn.GroupNorm(2, 4),
+        nn.Softmax(1),
+        nn.LogSoftmax(1),
+        nn.BatchNorm1d(4),
+        nn.BatchNorm1d(4).eval(),
+    ],
+    ids=lambda inner: type(inner).__name__,
+)
+def test_dropout_after_a_layer_over_transposed_memory(inner: nn.Module) -> None:
+    class WithDropout(OverChannels):
+        def forward(self, features: Tensor) -> Tensor:
+            hidden = self.inner(features.view(-1, 3, 4).transpose(1, 2)).transpose(1, 2)
+            return self.last(F.dropout(self.first(features).view(hidden.shape) * F.dropout(hidden, 0.5), 0.1)).flatten(
+                0, 1
+            )
+
+    assert_same(small_world(lambda: WithDropout(copy.deepcopy(inner))), mse_step, *pair(24))
 
 
 @pytest.mark.parametrize(

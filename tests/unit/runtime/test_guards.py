@@ -494,6 +494,46 @@ def test_a_number_in_the_settings_of_a_trainer() -> None:
     twins.step(X, Y)
 
 
+class Property:
+    """Shows a number through a property."""
+
+    def __init__(self) -> None:
+        self._factor = 1.0
+
+    @property
+    def factor(self) -> float:
+        return self._factor
+
+    def change(self) -> None:
+        self._factor = 2.0
+
+
+def test_a_number_behind_a_property() -> None:
+    settings = Property()
+
+    def step(model: nn.Module, optimizer: Optimizer, features: Tensor, targets: Tensor) -> Tensor:
+        return mse_step(model, optimizer, features, targets * settings.factor)
+
+    twins = Twins(small_world(), step)
+    twins.step(X, Y)
+    settings.change()
+    twins.step(X, Y)
+
+
+def test_a_number_in_a_default_argument() -> None:
+    settings = {"factor": 1.0}
+
+    def step(
+        model: nn.Module, optimizer: Optimizer, features: Tensor, targets: Tensor, options: Any = settings
+    ) -> Tensor:
+        return mse_step(model, optimizer, features, targets * options["factor"])
+
+    twins = Twins(small_world(), step)
+    twins.step(X, Y)
+    settings["factor"] = 2.0
+    twins.step(X, Y)
+
+
 @pytest.mark.parametrize("kind", ["closure", "attribute"])
 def test_a_model_exchanged_outside_the_arguments(kind: str) -> None:
     class Trainer:
