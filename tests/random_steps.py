@@ -200,8 +200,9 @@ LAYERS: dict[str, Callable[[], Layer]] = {
     "linear": lambda: Simple(nn.Linear(WIDTH, WIDTH)),
     "conv": lambda: OverChannels(nn.Conv1d(WIDTH, WIDTH, 3, padding=1)),
     "layer_norm": lambda: Simple(nn.LayerNorm(WIDTH)),
-    # Over transposed memory eager's kernel lays its result out unlike the fake one: test_step_shapes.py has that case.
-    "batch_norm": lambda: OverRows(nn.BatchNorm1d(WIDTH)),
+    "batch_norm": lambda: OverChannels(nn.BatchNorm1d(WIDTH)),
+    "batch_norm_over_rows": lambda: OverRows(nn.BatchNorm1d(WIDTH)),
+    "rrelu": lambda: OverChannels(nn.RReLU()),
     "dropout": lambda: Simple(nn.Dropout(0.2)),
     "relu_": InPlaceActivation,
     "gelu": lambda: Simple(nn.GELU()),

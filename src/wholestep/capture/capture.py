@@ -28,6 +28,7 @@ from wholestep.capture import binding, build, discover, effects, source, swap, t
 from wholestep.capture.collect import Collected, collect
 from wholestep.capture.discover import Reachable
 from wholestep.capture.interpose import interposed
+from wholestep.capture.layouts import new_fake_mode
 from wholestep.capture.optimizer_state import State, initial_state
 from wholestep.capture.output import OutputTemplate
 from wholestep.capture.session import Session
@@ -77,7 +78,7 @@ class _Call:
     options: dict[str, list[Any]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self.session = Session(_torch.new_fake_mode(), has_symbolic_sizes=bool(self.dynamic_leaves))
+        self.session = Session(new_fake_mode(), has_symbolic_sizes=bool(self.dynamic_leaves))
 
 
 def capture(
