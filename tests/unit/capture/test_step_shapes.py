@@ -555,6 +555,13 @@ def test_layers_over_transposed_memory(inner: nn.Module) -> None:
         nn.LogSoftmax(1),
         nn.BatchNorm1d(4),
         nn.BatchNorm1d(4).eval(),
+        pytest.param(
+            nn.RReLU(),
+            marks=pytest.mark.xfail(
+                strict=True,
+                reason="its result has other strides than eager's: dropout hands its numbers out differently",
+            ),
+        ),
     ],
     ids=lambda inner: type(inner).__name__,
 )
