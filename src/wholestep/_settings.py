@@ -91,6 +91,9 @@ class Settings:
     verify: int = _setting(
         "VERIFY", 0, _whole_number(0), "default of `verify=`: how many first steps are checked against eager"
     )
+    agreement_timeout_s: int = _setting(
+        "AGREEMENT_TIMEOUT", 300, _whole_number(1), "how many seconds a rank waits for the others to compile the step"
+    )
     progress: bool | None = _setting(
         "PROGRESS",
         None,

@@ -16,6 +16,7 @@ from unittest import mock
 
 import sympy
 import torch
+import torch.distributed as dist
 import torch.fx.traceback as fx_traceback
 import torch.utils.checkpoint
 from torch import fx
@@ -498,6 +499,16 @@ def generated_bindings(target: Any) -> list[Callable[..., Any]]:
 def direct_call(target: Any) -> Callable[..., Any]:
     """An operator's C++ entry point, without the Python method around it."""
     return target._op
+
+
+def group_store(group: dist.ProcessGroup) -> dist.Store:
+    """The key-value store that the job was started with; ranks talk through it without a collective."""
+    return dist.distributed_c10d._get_default_store()
+
+
+def is_profiling() -> bool:
+    """Whether a profiler listens; named ranges cost too much to open them for nobody."""
+    return torch.autograd.profiler._is_profiler_enabled
 
 
 def has_side_effect(target: Any) -> bool:

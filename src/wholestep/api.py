@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import functools
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, overload
 
@@ -12,7 +13,7 @@ from wholestep.errors import WholestepError
 from wholestep.passes import DEFAULT_PIPELINE, Pipeline
 from wholestep.report.explain import explain_step
 from wholestep.report.html import write_step_report
-from wholestep.runtime import StepOptions, StepRunner
+from wholestep.runtime import DataParallel, StepOptions, StepRunner
 
 
 class CompiledStep(StepRunner):
@@ -37,7 +38,15 @@ def compile(fn: Callable[..., Any]) -> CompiledStep: ...
 
 @overload
 def compile(
-    fn: None = None, *, dynamic_batch: bool | str = ..., verify: int | None = ..., passes: str | Pipeline | None = ...
+    fn: None = None,
+    *,
+    data_parallel: Any = ...,
+    bucket_mb: float = ...,
+    cross_iteration: str | Sequence[str] = ...,
+    dynamic_batch: bool | str = ...,
+    verify: int | None = ...,
+    max_iters: int | None = ...,
+    passes: str | Pipeline | None = ...,
 ) -> Callable[[Callable[..., Any]], CompiledStep]: ...
 
 
@@ -45,8 +54,12 @@ def compile(
 def compile(
     fn: Callable[..., Any],
     *,
+    data_parallel: Any = ...,
+    bucket_mb: float = ...,
+    cross_iteration: str | Sequence[str] = ...,
     dynamic_batch: bool | str = ...,
     verify: int | None = ...,
+    max_iters: int | None = ...,
     passes: str | Pipeline | None = ...,
 ) -> CompiledStep: ...
 
@@ -54,11 +67,15 @@ def compile(
 def compile(
     fn: Callable[..., Any] | None = None,
     *,
+    data_parallel: Any = None,
+    bucket_mb: float = 25,
+    cross_iteration: str | Sequence[str] = "auto",
     dynamic_batch: bool | str = "auto",
     verify: int | None = None,
+    max_iters: int | None = None,
     passes: str | Pipeline | None = None,
 ) -> Any:
-    """Compile a whole training step: forward, loss, backward and optimizer become one graph.
+    """Compile a whole training step: forward, loss, backward, gradient collectives and optimizer become one graph.
 
     `fn` is the train step you already have, with any arguments; it comes back as a callable of the same signature.
     Use it as a decorator or as a function:
@@ -72,24 +89,37 @@ def compile(
             return loss
 
     Args:
+        data_parallel: `"replicate"` trains the same model on all ranks of the default process group, a `ProcessGroup`
+            or a one-dimensional `DeviceMesh` on those; a `wholestep.DataParallel` says more. Pass the plain model:
+            gradients are averaged like DDP's, rank 0's parameters and buffers are broadcast before the first step.
+        bucket_mb: about how many megabytes of gradients travel together at most.
+        cross_iteration: whether an update may wait for its gradients in the next call, under the next forward. `"auto"`
+            moves what shortens the step, `"all"` whatever can move, `"none"` nothing, a list the updates of the
+            parameters and modules it names. Whoever looks at the model or the optimizer sees applied updates.
         dynamic_batch: `"auto"` captures the first batch size as it is and switches to a symbolic one when another size
             comes along; `True` is symbolic from the start; `False` captures every size apart.
         verify: check the first N steps against eager and raise `VerificationError` naming what differs.
+        max_iters: how many steps there will be: the last one leaves nothing pending. `step(..., last=True)` says the
+            same of a single call.
         passes: the pass pipeline, as text (`"simplify,cse,reinplace"`) or as a `Pipeline`; `""` runs the graph as
-            captured.
+            captured. The passes of `data_parallel` and `cross_iteration` come before `reinplace`.
 
     The first call captures; later calls run the graph. The returned value carries no autograd history.
     """
     if fn is None:
-        return lambda function: compile(function, dynamic_batch=dynamic_batch, verify=verify, passes=passes)
+        return functools.partial(
+            compile,
+            data_parallel=data_parallel,
+            bucket_mb=bucket_mb,
+            cross_iteration=cross_iteration,
+            dynamic_batch=dynamic_batch,
+            verify=verify,
+            max_iters=max_iters,
+            passes=passes,
+        )
     if not callable(fn):
         raise WholestepError(f"wholestep.compile takes a train step (a function), not a {type(fn).__name__}")
-    if not (isinstance(dynamic_batch, bool) or dynamic_batch == "auto"):
-        raise WholestepError(f"dynamic_batch is True, False or 'auto', not {dynamic_batch!r}")
-    if verify is not None and not _is_count(verify):
-        raise WholestepError(f"verify is the number of steps to check, 0 or more, not {verify!r}")
-    if not _is_pipeline(passes):
-        raise WholestepError(f"passes is a pipeline as text or a Pipeline, not {passes!r}")
+    _check(bucket_mb, cross_iteration, dynamic_batch, verify, max_iters, passes)
     settings = Settings.from_environ()
     if settings.log_level is not None:
         attach_handler(settings.log_level)
@@ -97,14 +127,45 @@ def compile(
         return fn
     pipeline = DEFAULT_PIPELINE if passes is None else passes
     options = StepOptions(
+        data_parallel=DataParallel.of(data_parallel),
+        bucket_mb=float(bucket_mb),
+        cross_iteration=cross_iteration if isinstance(cross_iteration, str) else tuple(cross_iteration),
         dynamic_batch=dynamic_batch,
         verify=settings.verify if verify is None else verify,
+        max_iters=max_iters,
         pipeline=Pipeline.parse(pipeline) if isinstance(pipeline, str) else pipeline,
         cache_size=settings.cache_size,
         recompile_warning=settings.recompile_warning,
         dump_dir=Path(settings.dump_dir) if settings.dump_dir else None,
+        agreement_timeout_s=settings.agreement_timeout_s,
     )
     return CompiledStep(fn, options)
+
+
+def _check(
+    bucket_mb: object, cross_iteration: object, dynamic_batch: object, verify: object, max_iters: object, passes: object
+) -> None:
+    """Refuse options of the wrong kind, one sentence each."""
+    if isinstance(bucket_mb, bool) or not isinstance(bucket_mb, (int, float)) or not 0 < bucket_mb < float("inf"):
+        raise WholestepError(f"bucket_mb is a size in megabytes, more than 0, not {bucket_mb!r}")
+    if not _is_choice_or_names(cross_iteration):
+        raise WholestepError(
+            f"cross_iteration is 'auto', 'all', 'none' or a list of parameter and module names, not {cross_iteration!r}"
+        )
+    if not (isinstance(dynamic_batch, bool) or dynamic_batch == "auto"):
+        raise WholestepError(f"dynamic_batch is True, False or 'auto', not {dynamic_batch!r}")
+    if verify is not None and not _is_count(verify):
+        raise WholestepError(f"verify is the number of steps to check, 0 or more, not {verify!r}")
+    if max_iters is not None and not (_is_count(max_iters) and max_iters):
+        raise WholestepError(f"max_iters is the number of steps there will be, 1 or more, not {max_iters!r}")
+    if not _is_pipeline(passes):
+        raise WholestepError(f"passes is a pipeline as text or a Pipeline, not {passes!r}")
+
+
+def _is_choice_or_names(value: object) -> bool:
+    if isinstance(value, str):
+        return value in ("auto", "all", "none")
+    return isinstance(value, Sequence) and bool(value) and all(isinstance(name, str) for name in value)
 
 
 def _is_count(value: object) -> bool:

@@ -40,3 +40,7 @@ class VerificationError(WholestepError):
 
 class SettingsError(WholestepError):
     """A `WHOLESTEP_*` environment variable has a value that is not allowed."""
+
+
+class RankError(WholestepError):
+    """Ranks disagree about the step, or one of them failed; every rank raises, no gradient has been communicated."""

@@ -45,7 +45,7 @@ ROOMS: dict[str, set[str]] = {
     "passes": _FRONT,
     "cost": _FRONT,
     "remat": _ANALYSIS,
-    "comm": _ANALYSIS,
+    "comm": _ANALYSIS | {"iteration"},
     "iteration": _ANALYSIS,
     "pipe": _ANALYSIS,
     "lower": _ANALYSIS,

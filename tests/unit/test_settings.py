@@ -38,6 +38,7 @@ def test_nothing_set_gives_the_defaults() -> None:
         ("WHOLESTEP_DISABLE", "1", "disable", True),
         ("WHOLESTEP_DISABLE", "Off", "disable", False),
         ("WHOLESTEP_VERIFY", "2", "verify", 2),
+        ("WHOLESTEP_AGREEMENT_TIMEOUT", "60", "agreement_timeout_s", 60),
         ("WHOLESTEP_PROGRESS", "no", "progress", False),
         ("WHOLESTEP_PROGRESS", "yes", "progress", True),
     ],

@@ -132,6 +132,8 @@ def _finish_provenance(graph: fx.Graph, session: Session) -> None:
             node.meta.update({key: twin.meta[key] for key in ("fqn", "source") if key in twin.meta})
     for name, node in session.gradients.items():
         node.meta["gradient_of"] = (*node.meta.get("gradient_of", ()), name)
+    for name, node in session.earlier_gradients:
+        node.meta["earlier_gradient_of"] = (*node.meta.get("earlier_gradient_of", ()), name)
 
 
 _ONE_TYPE = frozenset(

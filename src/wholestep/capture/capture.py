@@ -70,6 +70,7 @@ class _Call:
     kwargs: dict[str, Any]
     found: Reachable
     dynamic_leaves: frozenset[int]
+    zero_gradients: frozenset[str]
     session: Session = field(init=False)
     bindings: dict[str, binding.Binding] = field(default_factory=dict)
     states: dict[str, State] = field(default_factory=dict)
@@ -78,13 +79,23 @@ class _Call:
     options: dict[str, list[Any]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self.session = Session(new_fake_mode(), has_symbolic_sizes=bool(self.dynamic_leaves))
+        self.session = Session(
+            new_fake_mode(), has_symbolic_sizes=bool(self.dynamic_leaves), zero_gradients=self.zero_gradients
+        )
 
 
 def capture(
-    function: Function, args: tuple[Any, ...], kwargs: dict[str, Any], *, dynamic_leaves: frozenset[int] = frozenset()
+    function: Function,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    *,
+    dynamic_leaves: frozenset[int] = frozenset(),
+    zero_gradients: frozenset[str] = frozenset(),
 ) -> Capture:
     """Capture one call of a train step; dimension 0 of the argument leaves in `dynamic_leaves` stays symbolic.
+
+    Parameters named in `zero_gradients` that this step leaves without a gradient get one of zeros, as if they had been
+    used with no effect on the loss.
 
     Raises `CaptureError` with the user's file and line when the step cannot be captured as one graph.
     """
@@ -93,17 +104,19 @@ def capture(
     _refuse_wrappers(found, function)
     if dynamic_leaves:
         _refuse_recurrent(found)
-    call, module, result = _trace(function, args, kwargs, found, dynamic_leaves)
+    call, module, result = _trace(_Call(function, args, kwargs, found, dynamic_leaves, zero_gradients))
     if call.changes:
         call, module, result = _trace_settled(call)
     effects.refuse_outer_changes(found, discover.location_of(function))
     graph = build.build_graph(module, call.session, result, call.bindings)
+    indifferent = _indifferent_parameters(call)
+    graph.accumulating = _accumulating(call, indifferent)
     return Capture(
         graph=graph,
         found=found,
         outputs=result.outputs,
         bindings=call.bindings,
-        any_incoming_grad=_indifferent_parameters(call),
+        any_incoming_grad=indifferent,
         initial_state=_state_to_install(call),
         stepped=tuple(call.session.stepped),
         written=frozenset(graph.updates),
@@ -114,17 +127,15 @@ def capture(
     )
 
 
-def _trace(
-    function: Function, args: tuple[Any, ...], kwargs: dict[str, Any], found: Reachable, dynamic_leaves: frozenset[int]
-) -> tuple[_Call, fx.GraphModule, Collected]:
+def _trace(call: _Call) -> tuple[_Call, fx.GraphModule, Collected]:
     """Trace one call; whatever the step raises becomes a `CaptureError`."""
-    call = _Call(function, args, kwargs, found, dynamic_leaves)
+    function, found = call.function, call.found
     call.states = {name: {**initial_state(opt), **opt.state} for name, opt in found.optimizers.items()}
     call.options = {name: _options(opt) for name, opt in found.optimizers.items()}
     collected: list[Collected] = []
     try:
         module = _torch.trace(
-            lambda: _traced_run(call, collected), call.session.fake_mode, symbolic_sizes=bool(dynamic_leaves)
+            lambda: _traced_run(call, collected), call.session.fake_mode, symbolic_sizes=bool(call.dynamic_leaves)
         )
     except CaptureError as error:
         if error.location is not None:
@@ -153,7 +164,9 @@ def _trace_settled(call: _Call) -> tuple[_Call, fx.GraphModule, Collected]:
     try:
         for module, name, value in call.changes:
             setattr(module, name, value)
-        again = _trace(call.function, call.args, call.kwargs, call.found, call.dynamic_leaves)
+        again = _trace(
+            _Call(call.function, call.args, call.kwargs, call.found, call.dynamic_leaves, call.zero_gradients)
+        )
         effects.refuse_counters(again[0].changes, call.found, discover.location_of(call.function))
     except BaseException:
         for module, name, value in kept:
@@ -321,6 +334,12 @@ def _module_names(found: Reachable) -> dict[int, str]:
 def _indifferent_parameters(call: _Call) -> tuple[torch.Tensor, ...]:
     session = call.session
     return tuple(p.real for p in session.parameters if id(p.twin) in session.cleared_first)
+
+
+def _accumulating(call: _Call, indifferent: tuple[torch.Tensor, ...]) -> frozenset[str]:
+    known = {id(parameter) for parameter in indifferent}
+    parameters = [p for p in call.session.parameters if p.real.requires_grad]
+    return frozenset(p.slot.name for p in parameters if id(p.real) not in known)
 
 
 def _state_to_install(call: _Call) -> list[tuple[Optimizer, torch.Tensor, dict[str, Any]]]:

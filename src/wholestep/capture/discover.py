@@ -157,6 +157,14 @@ def argument_names(function: Callable[..., Any], num_args: int) -> list[str]:
     return names[:num_args]
 
 
+def has_argument(function: Callable[..., Any], name: str) -> bool:
+    """Whether a function has an argument of this name of its own."""
+    try:
+        return name in inspect.signature(function).parameters
+    except (TypeError, ValueError):
+        return False
+
+
 def _sort(name: str, value: Any, modules: dict[str, nn.Module], optimizers: dict[str, Optimizer]) -> None:
     """File a value, or what a container holds, under modules or optimizers."""
     leaves, _ = tree.flatten(value)

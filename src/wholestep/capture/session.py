@@ -48,6 +48,10 @@ class Session:
     checkpoint_region: int | None = None
     num_checkpoint_regions: int = 0
     gradients: dict[str, fx.Node] = field(default_factory=dict)
+    earlier_gradients: list[tuple[str, fx.Node]] = field(default_factory=list)
+    """Gradients as a backward before the last one left them."""
+    zero_gradients: frozenset[str] = frozenset()
+    """Parameters that get a gradient of zeros where the backward leaves none (other ranks have one)."""
     buffer_slots: dict[tuple[int, str], str] = field(default_factory=dict)
     """(id of a module, name) of each buffer -> its slot; several places may share one."""
     stepped: list[Optimizer] = field(default_factory=list)
@@ -118,9 +122,17 @@ class Session:
     def note_gradients(self) -> None:
         """Remember which node holds each parameter's gradient now (called after each backward)."""
         for lifted in self.parameters:
-            if lifted.twin.grad is not None:
-                self._refuse_sparse(lifted)
-                self.gradients[lifted.slot.name] = self.node_of(lifted.twin.grad)
+            name = lifted.slot.name
+            if lifted.twin.grad is None and name in self.zero_gradients:
+                with torch.no_grad(), self.in_phase(Phase.BACKWARD):
+                    lifted.twin.grad = torch.zeros_like(lifted.twin)
+            if lifted.twin.grad is None:
+                continue
+            self._refuse_sparse(lifted)
+            before, now = self.gradients.get(name), self.node_of(lifted.twin.grad)
+            if before is not None and before is not now:
+                self.earlier_gradients.append((name, before))
+            self.gradients[name] = now
 
     @staticmethod
     def _refuse_sparse(lifted: Lifted) -> None:

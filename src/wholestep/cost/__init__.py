@@ -1,20 +1,29 @@
-"""What a step costs, predicted from its graph (flops, bytes, live memory) and measured on a run."""
+"""What a step costs, predicted from its graph (flops, bytes, live memory, op and link times) and measured on a run."""
 
 from wholestep.cost.flops import Cost, node_cost, node_elementwise_flops, node_flops, total_cost
+from wholestep.cost.link import Link, calibrate_link
 from wholestep.cost.measure import MeasuredPeak, measure_peak
 from wholestep.cost.memory import LiveValue, MemoryProfile, Traffic, node_bytes, profile_memory
+from wholestep.cost.op_time import DeviceModel, calibrate_device, estimated_times, measured_times, product_dtype
 
 __all__ = [
     "Cost",
+    "DeviceModel",
+    "Link",
     "LiveValue",
     "MeasuredPeak",
     "MemoryProfile",
     "Traffic",
+    "calibrate_device",
+    "calibrate_link",
+    "estimated_times",
     "measure_peak",
+    "measured_times",
     "node_bytes",
     "node_cost",
     "node_elementwise_flops",
     "node_flops",
+    "product_dtype",
     "profile_memory",
     "total_cost",
 ]

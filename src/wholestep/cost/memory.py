@@ -34,7 +34,7 @@ class Traffic:
 
 def node_bytes(node: fx.Node) -> Traffic:
     """Bytes a node moves: each storage it reads or writes counts once each, views and plumbing count nothing."""
-    if node.op != "call_function" or node.target is operator.getitem or ops.is_view(node.target):  # pyright: ignore
+    if node.op != "call_function" or node.target is operator.getitem or ops.shares_memory(node.target):  # pyright: ignore
         return Traffic()
     name = _torch.packet_name(node.target) if ops.is_op(node) else ""
     if name.startswith(("empty", "new_empty")):
@@ -236,7 +236,7 @@ class _Storages:
         """
         if not ops.is_op(node):
             return None
-        if ops.is_view(node.target):  # pyright: ignore[reportArgumentType]
+        if ops.shares_memory(node.target):  # pyright: ignore[reportArgumentType]
             sources = [tensor for source in node.all_input_nodes for tensor in tensors_in(source.meta.get("val"))]
         else:
             sources = written_values(node) if _returns_argument(node) else []

@@ -14,6 +14,9 @@ from wholestep import _torch
 
 aten = torch.ops.aten
 
+ALL_REDUCE = torch.ops._c10d_functional.all_reduce.default
+WAIT = torch.ops._c10d_functional.wait_tensor.default
+
 # Alias their input although their schema does not say so, or say so only for autograd's sake.
 _UNDECLARED_VIEWS = frozenset({aten._unsafe_view.default, aten.lift_fresh.default, aten.detach.default})
 
@@ -25,7 +28,10 @@ _PYTHON_MODULES = frozenset({"_operator", "math", "builtins", "torch"})
 
 
 # In-place twins whose overload is called something else.
-_RENAMED_TWINS: dict[Any, Any] = {_torch.BERNOULLI_LIKE: aten.bernoulli_.float}
+_RENAMED_TWINS: dict[Any, Any] = {
+    _torch.BERNOULLI_LIKE: aten.bernoulli_.float,
+    ALL_REDUCE: torch.ops._c10d_functional.all_reduce_.default,
+}
 
 
 def is_op(node: fx.Node) -> bool:
@@ -42,6 +48,12 @@ def is_view(target: Any) -> bool:
         returned.alias_info is not None and not returned.alias_info.is_write
         for returned in _torch.schema(target).returns
     )
+
+
+@functools.cache
+def shares_memory(target: Any) -> bool:
+    """Whether the operator's result lives in the memory of its first tensor argument: a view, or a finished wait."""
+    return is_view(target) or target is WAIT
 
 
 @functools.cache
@@ -85,9 +97,11 @@ def in_place_twin(target: Any) -> Callable[..., Any] | None:
 
     Only twins with the same arguments and no further write count, so that swapping the target is the whole rewrite.
     """
-    if not _torch.is_op_overload(target) or written_arguments(target) or is_view(target) or is_collective(target):
+    if not _torch.is_op_overload(target) or written_arguments(target) or is_view(target):
         return None
     twin = _RENAMED_TWINS.get(target)
+    if twin is None and is_collective(target):
+        return None
     twin = twin or _torch.overload_by_name(_torch.packet_name(target) + "_", _torch.overload_name(target))
     if twin is None or not written_arguments(twin):
         return None

@@ -16,6 +16,7 @@ class SlotKind(StrEnum):
     LR = "lr"
     BATCH = "batch"
     CONSTANT = "constant"
+    CARRY = "carry"
 
 
 @dataclass(frozen=True, order=True)
@@ -24,7 +25,8 @@ class Slot:
 
     `name` is the parameter's or buffer's FQN; for STATE and GRAD that of the parameter it belongs to; for LR the
     parameter group's; for BATCH the path into the arguments (`batch['x']`). `key` is the entry of the optimizer
-    state. `aliases` are further FQNs of the same tensor (tied weights).
+    state. A CARRY is a value that the previous iteration left for this one; its name is that of the node that made it.
+    `aliases` are further FQNs of the same tensor (tied weights).
     """
 
     kind: SlotKind

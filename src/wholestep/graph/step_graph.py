@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -56,11 +56,15 @@ class StepGraph:
     - `results`: slot id -> value the slot is rebound to (gradients, optimizer state created or kept as a number).
 
     As captured the graph is functional: no node writes to a tensor. `reinplace` turns `updates` into in-place ops and
-    sets `is_functional` to False; passes that reason about values run before it.
+    sets `is_functional` to False; passes that reason about values run before it. `accumulating` names the parameters
+    whose gradient before the call matters to it.
 
     Node meta, set by capture and kept by the edits below: `val` (fake value), `phase`, `fqn` (module path), `source`
     (user's file:line), `origins` (ids of the captured ops it stands for), `twin` (origin of the forward op a backward
-    op belongs to), `gradient_of` (parameter names, on the node that holds a parameter's accumulated gradient).
+    op belongs to), `gradient_of` (parameter names, on the node that holds a parameter's accumulated gradient),
+    `earlier_gradient_of` (the same, as a backward before the last one left it). Set by passes: `bucket` (number, on a
+    bucket's collective and wait), `reduces` and `reduced_gradient_of` (whose gradients), `next_iteration` (number of
+    the block that is to run in the next iteration), `applies` (that number, on the copy that runs there).
     """
 
     def __init__(self, module: fx.GraphModule, slots: Mapping[str, Slot], fake_mode: Any) -> None:
@@ -69,6 +73,7 @@ class StepGraph:
         self.fake_mode = fake_mode
         self.is_functional = True
         self.history: list[PassRecord] = []
+        self.accumulating: frozenset[str] = frozenset()
 
     # Queries
 
@@ -182,7 +187,7 @@ class StepGraph:
         fake_args, fake_kwargs = map_nodes((args, kwargs or {}), lambda source: source.meta["val"])
         with self.fake_mode, torch.no_grad():
             node.meta["val"] = target(*fake_args, **fake_kwargs)
-        for key in ("fqn", "source", "twin"):
+        for key in ("fqn", "source", "twin", "applies"):
             if key in like.meta:
                 node.meta[key] = like.meta[key]
         node.meta["phase"] = phase or like.meta.get("phase", Phase.FORWARD)
@@ -205,7 +210,7 @@ class StepGraph:
                 node.args = map_nodes(node.args, lambda source: final.get(source, source))
                 node.kwargs = map_nodes(node.kwargs, lambda source: final.get(source, source))
         for old, new in final.items():
-            for key in ("origins", "gradient_of"):
+            for key in ("origins", "gradient_of", "earlier_gradient_of"):
                 merged = (*new.meta.get(key, ()), *old.meta.get(key, ()))
                 if merged:
                     new.meta[key] = tuple(dict.fromkeys(merged))
@@ -218,6 +223,17 @@ class StepGraph:
         while node in replacements:
             node = replacements[node]
         return node
+
+    def reorder(self, calls: Sequence[fx.Node]) -> None:
+        """Put all calls in another order; `verify` refuses one in which a value is read before it is made."""
+        assert len(calls) == self.num_ops, "an order names each call once"
+        anchor = next((node for node in reversed(self.nodes) if node.op == "placeholder"), None)
+        for node in calls:
+            if anchor is None:
+                next(iter(self.graph.nodes)).prepend(node)
+            elif anchor.next is not node:
+                anchor.append(node)
+            anchor = node
 
     def set_returned(
         self,
@@ -253,6 +269,7 @@ class StepGraph:
         duplicate = StepGraph(module, self.slots, self.fake_mode)
         duplicate.is_functional = self.is_functional
         duplicate.history = list(self.history)
+        duplicate.accumulating = self.accumulating
         return duplicate
 
     def recompile(self) -> Callable[..., dict[str, Any]]:

@@ -19,14 +19,15 @@ def verify_graph(graph: StepGraph, *, deep: bool = False) -> None:
     """Raise `GraphError` unless the graph is well formed.
 
     Checked: FX lint (defined before use, no orphans), every input has a slot, every call has a phase and a fake value,
-    `getitem` agrees with its tuple, effects (randomness, collectives) keep the order they were captured in, updates
-    fit their slots, and, while the graph is functional, nothing writes to a tensor.
+    `getitem` agrees with its tuple, effects (randomness, collectives) keep the order they were captured in, buckets are
+    issued in the order of their numbers, updates fit their slots, and, while the graph is functional, nothing writes to
+    a tensor.
     """
     try:
         graph.graph.lint()
     except RuntimeError as error:
         raise GraphError(f"the graph is not well formed: {error}") from error
-    last_effect = -1
+    last_effect = last_bucket = -1
     for node in graph.nodes:
         if node.op == "placeholder" and (node.name not in graph.slots or "val" not in node.meta):
             raise GraphError(f"input '{node.name}' has no {'slot' if node.name not in graph.slots else 'fake value'}")
@@ -37,6 +38,10 @@ def verify_graph(graph: StepGraph, *, deep: bool = False) -> None:
         if effect is not None and effect < last_effect:
             raise GraphError(f"'{node.name}' ({node.target}) has moved behind an effect that was captured after it")
         last_effect = last_effect if effect is None else effect
+        if "bucket" in node.meta and node.target is not ops.WAIT and node.meta.get("is_ordered"):
+            if node.meta["bucket"] < last_bucket:
+                raise GraphError(f"bucket {node.meta['bucket']} ('{node.name}') is issued after bucket {last_bucket}")
+            last_bucket = node.meta["bucket"]
     _verify_updates(graph)
     if deep:
         _verify_values(graph)

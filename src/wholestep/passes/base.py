@@ -6,7 +6,7 @@ import dataclasses
 import json
 import re
 from abc import ABC, abstractmethod
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeVar
 
 from wholestep.errors import PassError
 from wholestep.graph import StepGraph
@@ -47,10 +47,12 @@ class Pass(ABC):
         return f"{self.name}{{{options}}}" if options else self.name
 
 
+PassType = TypeVar("PassType", bound=Pass)
+
 _REGISTRY: dict[str, type[Pass]] = {}
 
 
-def register(cls: type[Pass]) -> type[Pass]:
+def register(cls: type[PassType]) -> type[PassType]:
     """Class decorator: make a pass known to pipelines by its name."""
     known = _REGISTRY.get(cls.name)
     if known is not None and known.__qualname__ != cls.__qualname__:

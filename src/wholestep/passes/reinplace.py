@@ -41,6 +41,7 @@ _ALSO_EXACT = (
     "fill",
     "zero",
     "copy",
+    "all_reduce",
 )
 
 
@@ -100,7 +101,7 @@ class _Memory:
                 memory.parent.setdefault(key, key)
             if node.op == "placeholder" and memory.keys(node):
                 memory.slots[memory.root(node)] = node
-            if ops.is_op(node) and ops.is_view(node.target):
+            if ops.is_op(node) and ops.shares_memory(node.target):
                 memory._merge_view(node)
             for source in node.all_input_nodes:
                 for key in memory.keys(source):

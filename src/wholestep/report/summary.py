@@ -21,6 +21,7 @@ _SLOT_NAMES = {
     SlotKind.LR: "learning rates",
     SlotKind.BATCH: "batch",
     SlotKind.CONSTANT: "constants",
+    SlotKind.CARRY: "carried over",
 }
 
 

@@ -25,13 +25,18 @@ _numbers = itertools.count()
 _known_bindings: dict[tuple[Any, ...], Callable[..., Any]] = {}
 
 
-def generate(graph: StepGraph, restride: Mapping[str, tuple[int, ...]] | None = None) -> Step:
+def generate(
+    graph: StepGraph,
+    restride: Mapping[str, tuple[int, ...]] | None = None,
+    after: Mapping[str, Callable[[], None]] | None = None,
+) -> Step:
     """Compile a graph to `step(inputs) -> (outputs, updates, results)`.
 
     `inputs` is a list in slot order, which is emptied; updates and results come in the order of the graph's dicts.
-    `restride` names values whose memory is to be laid out anew (see `run_checked`).
+    `restride` names values whose memory is to be laid out anew (see `run_checked`), `after` names ops behind which
+    something is to be called.
     """
-    writer = _Writer(graph, restride or {})
+    writer = _Writer(graph, restride or {}, after or {})
     source = writer.source()
     filename = f"<wholestep step {next(_numbers)}>"
     linecache.cache[filename] = (len(source), None, source.splitlines(keepends=True), filename)
@@ -42,9 +47,12 @@ def generate(graph: StepGraph, restride: Mapping[str, tuple[int, ...]] | None = 
 class _Writer:
     """Collects the text of the function and the globals it needs."""
 
-    def __init__(self, graph: StepGraph, restride: Mapping[str, tuple[int, ...]]) -> None:
+    def __init__(
+        self, graph: StepGraph, restride: Mapping[str, tuple[int, ...]], after: Mapping[str, Callable[[], None]]
+    ) -> None:
         self.graph = graph
         self.restride = restride
+        self.after = after
         self.names: dict[str, Any] = {"inf": float("inf"), "nan": float("nan")}
         self._global_of: dict[Any, str] = {}
 
@@ -63,6 +71,8 @@ class _Writer:
                     function = self._global(with_strides, "with_strides")
                     lines.append(f"    {node.name} = {function}({node.name}, {self.restride[node.name]})")
                 lines += [f"    del {', '.join(dead_after[node])}"] if dead_after[node] else []
+                if node.name in self.after:
+                    lines.append(f"    {self._global(self.after[node.name], 'applied')}()")
         returned = (self.graph.outputs, tuple(self.graph.updates.values()), tuple(self.graph.results.values()))
         lines.append(f"    return {self._text(returned)}")
         return "\n".join(lines) + "\n"
@@ -107,7 +117,9 @@ def _dead_after(nodes: list[fx.Node]) -> dict[fx.Node, list[str]]:
     return dead
 
 
-def run_checked(graph: StepGraph, inputs: list[Any]) -> tuple[Any, dict[str, tuple[int, ...]]]:
+def run_checked(
+    graph: StepGraph, inputs: list[Any], after: Mapping[str, Callable[[], None]] | None = None
+) -> tuple[Any, dict[str, tuple[int, ...]]]:
     """Run a graph op by op and hold each result against its fake value; returns what `step` would, and corrections.
 
     A few kernels lay out their result otherwise than torch's fake kernels say, and the graph was traced (which reshape
@@ -134,6 +146,8 @@ def run_checked(graph: StepGraph, inputs: list[Any]) -> tuple[Any, dict[str, tup
             del args, kwargs, result
             for name in dead_after[node]:
                 del values[name]
+            if after is not None and node.name in after:
+                after[node.name]()
     returned = (graph.outputs, tuple(graph.updates.values()), tuple(graph.results.values()))
     return map_nodes(returned, lambda source: values[source.name]), corrections
 
@@ -148,7 +162,7 @@ def _promised_strides(node: fx.Node, result: Any) -> tuple[int, ...] | None:
     fake = node.meta.get("val")
     if not isinstance(result, torch.Tensor) or not isinstance(fake, torch.Tensor) or ops.written_arguments(node.target):
         return None
-    if ops.is_op(node) and ops.is_view(node.target):
+    if ops.is_op(node) and ops.shares_memory(node.target):
         return None
     promised = tuple(_torch.optimization_hint(stride) for stride in fake.stride())
     matters = [dim for dim, size in enumerate(result.shape) if size > 1] if result.numel() > 0 else []

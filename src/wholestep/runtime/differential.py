@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
+from collections.abc import Callable, Generator
 from dataclasses import dataclass
 from typing import Any
+from unittest import mock
 
 import torch
 
@@ -66,15 +69,19 @@ class _World:
         set_rng_state(self.rng)
 
 
-def checked_run(chosen: Specialization, call: Call, number: int) -> Any:
+def checked_run(
+    chosen: Specialization, call: Call, number: int, average_gradients: Callable[[], None] | None = None
+) -> Any:
     """Run a step in eager and through its graph from the same state; raise `VerificationError` if they differ.
 
+    `average_gradients` is what eager does behind each backward where several ranks train together.
     The state afterwards is the graph's. If they differ, the state is put back to what it was before the call.
     """
     capture = chosen.capture
     world = _World.copy_of(capture, call)
     try:
-        returned = call.function(*call.args, **call.kwargs)
+        with _behind_backward(average_gradients):
+            returned = call.function(*call.args, **call.kwargs)
         expected = _observe(capture, call, returned)
         world.restore()
         result = chosen.run(call)
@@ -92,6 +99,23 @@ def checked_run(chosen: Specialization, call: Call, number: int) -> Any:
             differences,
         )
     return result
+
+
+@contextlib.contextmanager
+def _behind_backward(average_gradients: Callable[[], None] | None) -> Generator[None]:
+    """Call something each time eager code has run a backward."""
+    if average_gradients is None:
+        yield
+        return
+    original = torch.autograd.backward
+
+    def backward(*args: Any, **kwargs: Any) -> None:
+        original(*args, **kwargs)
+        with torch.no_grad():
+            average_gradients()
+
+    with mock.patch.object(torch.autograd, "backward", backward):
+        yield
 
 
 def _undo(world: _World, chosen: Specialization) -> None:

@@ -5,21 +5,28 @@ from __future__ import annotations
 import contextlib
 import functools
 import gc
+import itertools
 import logging
 import time
 from collections.abc import Callable, Generator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import torch
 
-from wholestep.capture import Capture, capture
+from wholestep.capture import Capture, capture, discover
+from wholestep.comm import SplitOptimizer
+from wholestep.comm.plan import DataParallelPlan
 from wholestep.errors import CaptureError, GuardError
 from wholestep.graph import StepGraph
-from wholestep.passes import DEFAULT_PIPELINE, Pipeline, run_passes
+from wholestep.iteration import Rotate
+from wholestep.passes import DEFAULT_PIPELINE, Pass, Pipeline, run_passes
 from wholestep.runtime import differential
+from wholestep.runtime.data_parallel import DataParallel, Replicas
 from wholestep.runtime.guards import Call, tensor_type
+from wholestep.runtime.pending import flush_all
+from wholestep.runtime.rotation import IterationGraphs, Rotation
 from wholestep.runtime.specialization import Specialization
 
 logger = logging.getLogger(__name__)
@@ -30,11 +37,16 @@ class StepOptions:
     """Everything `wholestep.compile` was told; see there."""
 
     dynamic_batch: bool | str = "auto"
+    data_parallel: DataParallel | None = None
+    bucket_mb: float = 25.0
+    cross_iteration: str | tuple[str, ...] = "auto"
+    max_iters: int | None = None
     verify: int = 0
     pipeline: Pipeline = DEFAULT_PIPELINE
     cache_size: int = 16
     recompile_warning: int = 8
     dump_dir: Path | None = None
+    agreement_timeout_s: float = 300.0
 
 
 @contextlib.contextmanager
@@ -47,6 +59,24 @@ def _garbage_collection_paused() -> Generator[None]:
     finally:
         if was_enabled:
             gc.enable()
+
+
+def _cut(pipeline: Pipeline) -> tuple[Pipeline, Pipeline]:
+    """Passes that rewrite the step as a function, and those that make it run in place: from `reinplace` on."""
+    names = [item.name for item in pipeline]
+    border = names.index("reinplace") if "reinplace" in names else len(names)
+    return Pipeline(pipeline.passes[:border]), Pipeline(pipeline.passes[border:])
+
+
+def _local_moves(cross_iteration: str | tuple[str, ...]) -> list[Pass]:
+    """On one rank there is no communication to hide: updates move only if told to."""
+    if cross_iteration in ("auto", "none"):
+        return []
+    names = "" if isinstance(cross_iteration, str) else " ".join(cross_iteration)
+    return [SplitOptimizer(apart=names), Rotate(names=names)] if names else [Rotate()]
+
+
+_numbers = itertools.count()
 
 
 class StepRunner:
@@ -66,19 +96,59 @@ class StepRunner:
         self._num_captures = 0
         self._reasons: list[str] = []
         self._static_only = False
+        self._replicas: Replicas | None = None
+        self._number = next(_numbers)
+        self._num_attempts = 0
+        self._takes_last = discover.has_argument(function, "last")
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run one step. With `last=True` it leaves nothing pending (unless the step has an argument of that name)."""
+        is_last = bool(not self._takes_last and kwargs.pop("last", False))
         call = Call.of(self._function, args, kwargs)
-        chosen = self._choose(call)
-        self._num_calls += 1
-        if self._num_calls <= self.options.verify:
-            return differential.checked_run(chosen, call, self._num_calls)
-        return chosen.run(call)
+        self._num_attempts += 1
+        pending = None if self._current is None else self._current.rotation.pending
+        if pending is not None:
+            pending.release()
+        try:
+            chosen = self._choose(call)
+            self._num_calls += 1
+            is_last = is_last or (self.options.max_iters is not None and self._num_calls >= self.options.max_iters)
+            if self._num_calls <= self.options.verify:
+                return differential.checked_run(chosen, call, self._num_calls, self._average_gradients(chosen))
+            return chosen.run(call, is_last=is_last)
+        finally:
+            if pending is not None:
+                pending.watch()
+
+    def flush(self) -> None:
+        """Apply whatever the last call has left for the next one; does nothing if that is nothing.
+
+        Model, optimizer and gradients can be looked at without it: looking applies what is pending. It is for those who
+        look past Python, at memory shared with another process, say.
+        """
+        if self._current is not None:
+            self._current.rotation.pending.flush()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.flush()
 
     @property
     def graph(self) -> StepGraph:
         """The graph of the most recent call."""
         return self._require_current().graph
+
+    @property
+    def iteration(self) -> IterationGraphs:
+        """The graphs of the loop: `setup`, `main`, `cleanup`, `flush`; all but the last are one if nothing moves."""
+        return self._require_current().rotation.graphs
+
+    @property
+    def plan(self) -> DataParallelPlan | None:
+        """How gradients travel, and why so; None without `data_parallel`."""
+        return self._require_current().plan
 
     @property
     def num_captures(self) -> int:
@@ -115,6 +185,7 @@ class StepRunner:
             reason = self._current.check(call)
             if reason is None:
                 return self._current
+            self._current.rotation.pending.flush()
         for known in reversed(self._specializations):
             if known is not self._current and known.check(call) is None:
                 self._current = known
@@ -124,24 +195,59 @@ class StepRunner:
 
     def _compile(self, call: Call, reason: str | None) -> Specialization:
         started = time.perf_counter()
+        rewrite, finish = _cut(self.options.pipeline)
+
+        def capture_step(zero_gradients: frozenset[str]) -> tuple[Capture, StepGraph]:
+            captured = self._capture(call, zero_gradients)
+            return captured, run_passes(captured.graph, rewrite, dump_dir=self.options.dump_dir)
+
         with _garbage_collection_paused():
-            captured = self._capture(call)
-            graph = run_passes(captured.graph, self.options.pipeline, dump_dir=self.options.dump_dir)
-            fresh = Specialization(captured, graph, call)
+            flush_all()
+            plan = None
+            if self.options.data_parallel is None:
+                captured, graph = capture_step(frozenset())
+                passes = _local_moves(self.options.cross_iteration)
+            else:
+                replicas = self._replicas_of(self.options.data_parallel)
+                captured, graph, plan = replicas.prepare(capture_step, self._num_attempts)
+                passes = replicas.passes(plan)
+            graph = run_passes(graph, passes, dump_dir=self.options.dump_dir)
+            rotation = Rotation(graph, finish, captured, self._name)
+            fresh = Specialization(captured, rotation, call, plan)
         self._num_captures += 1
         self._remember(fresh)
         self._log(fresh, reason, time.perf_counter() - started)
         return fresh
 
-    def _capture(self, call: Call) -> Capture:
+    def _replicas_of(self, options: DataParallel) -> Replicas:
+        if self._replicas is None:
+            self._replicas = Replicas(
+                options,
+                f"{self._number}.{self._name}",
+                self.options.bucket_mb,
+                self.options.cross_iteration,
+                self.options.agreement_timeout_s,
+            )
+        return self._replicas
+
+    def _average_gradients(self, chosen: Specialization) -> Callable[[], None] | None:
+        """What eager has to do behind each backward to be comparable; nothing on one rank."""
+        replicas, plan = self._replicas, chosen.plan
+        if replicas is None or plan is None:
+            return None
+        return lambda: replicas.average_gradients(chosen.capture, plan)
+
+    def _capture(self, call: Call, zero_gradients: frozenset[str]) -> Capture:
         """Capture with a symbolic batch where that is wanted and possible, with the sizes as they are otherwise."""
         dynamic_leaves = self._dynamic_leaves(call)
         try:
-            return capture(call.function, call.args, call.kwargs, dynamic_leaves=dynamic_leaves)
+            return capture(
+                call.function, call.args, call.kwargs, dynamic_leaves=dynamic_leaves, zero_gradients=zero_gradients
+            )
         except CaptureError as error:
             if not dynamic_leaves:
                 raise
-            captured = capture(call.function, call.args, call.kwargs)
+            captured = capture(call.function, call.args, call.kwargs, zero_gradients=zero_gradients)
             logger.warning("%s cannot have a dynamic batch, each size is captured apart: %s", self._name, error)
             self._static_only = True
             return captured

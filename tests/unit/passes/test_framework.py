@@ -376,7 +376,12 @@ def test_a_pass_without_an_opportunity_changes_nothing(name: str) -> None:
     graph = capture(unrewritable, (nn.Linear(1, 1), torch.ones(2, 2)), {}).graph
     before = body(graph)
     assert "aten.mm.default" in before
-    assert body(run_passes(graph, Pipeline.parse(name))) == before
+    assert body(run_passes(graph, Pipeline.parse(",".join([*requirements(name), name])))) == before
+
+
+def requirements(name: str) -> list[str]:
+    """All passes that must have run before one."""
+    return [item for required in registered()[name].requires for item in [*requirements(required), required]]
 
 
 @pytest.mark.parametrize("name", [name for name, cls in registered().items() if cls.repeatable])

@@ -204,7 +204,8 @@ def test_the_step_that_went_wrong_is_counted(monkeypatch: pytest.MonkeyPatch) ->
     step(world.model, world.optimizer, X, Y)
     [node] = [node for node in step.graph.calls() if node.target is aten.mul.Tensor and node.args[1] == 1.0]
     node.args = (node.args[0], 1.5)
-    monkeypatch.setattr(step._require_current(), "_step", generate(step.graph))  # pyright: ignore[reportPrivateUsage]
+    executable = step._require_current().rotation._main  # pyright: ignore[reportPrivateUsage]
+    monkeypatch.setattr(executable, "_step", generate(step.graph))
     with pytest.raises(VerificationError, match=r"^step 2 differs from eager"):
         step(world.model, world.optimizer, X, Y)
 

@@ -1,0 +1,253 @@
+"""Decide how gradients travel: which share a bucket, in which order, and whose update crosses the iteration border.
+
+Facts in, plan out: nothing here touches a graph or a process group; the same facts give the same plan on every rank.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from wholestep.comm.bucket import MEGABYTE, fill_buckets
+from wholestep.comm.timeline import Message, Timeline, order_by_need, simulate
+from wholestep.cost import Link
+
+# Buckets below this are all latency.
+_SMALLEST_BYTES = MEGABYTE // 4
+_FIRST_BYTES = MEGABYTE
+# A plan must shorten the step by this share to be worth more buckets or more moves.
+_WORTHWHILE = 0.002
+
+
+@dataclass(frozen=True)
+class Gradient:
+    """What the planner knows of one gradient.
+
+    `kind` groups what may share a bucket. Times are microseconds of compute from the start of the step. `stays` says
+    why its update cannot move to the next iteration; empty if it can.
+    """
+
+    key: str
+    num_bytes: int
+    kind: str
+    ready_us: float = 0.0
+    needed_us: float = 0.0
+    update_us: float = 0.0
+    stays: str = ""
+
+
+@dataclass(frozen=True)
+class BucketPlan:
+    """One bucket: its gradients, whether its update moves to the next iteration, and why."""
+
+    keys: tuple[str, ...]
+    num_bytes: int
+    moved: bool
+    reason: str
+
+
+@dataclass(frozen=True)
+class DataParallelPlan:
+    """How the gradients of a step travel. Buckets are in the order in which every rank issues them.
+
+    `predicted_us` is the simulated length of a step (0 where nothing was simulated), `compute_us` that of its compute,
+    `travel_us` that of all its communication.
+    """
+
+    world: int
+    average: bool
+    buckets: tuple[BucketPlan, ...]
+    link: str = ""
+    compute_us: float = 0.0
+    travel_us: float = 0.0
+    predicted_us: float = 0.0
+
+    @property
+    def moved(self) -> tuple[int, ...]:
+        """Numbers of the buckets whose update runs in the next iteration."""
+        return tuple(index for index, bucket in enumerate(self.buckets) if bucket.moved)
+
+    def to_json(self) -> str:
+        """The plan as text, the same for equal plans."""
+        return json.dumps(dataclasses.asdict(self), sort_keys=True)
+
+    @property
+    def fingerprint(self) -> str:
+        """What ranks compare before the first collective."""
+        return hashlib.sha256(self.to_json().encode()).hexdigest()[:16]
+
+
+@dataclass(frozen=True)
+class Facts:
+    """Everything a plan depends on, in the order in which the backward finishes the gradients."""
+
+    world: int
+    average: bool
+    gradients: tuple[Gradient, ...]
+    compute_us: float
+    link: Link | None
+
+    def to_dict(self) -> dict[str, Any]:
+        return {**dataclasses.asdict(self), "link": None if self.link is None else str(self.link)}
+
+    @staticmethod
+    def from_dict(values: dict[str, Any]) -> Facts:
+        return Facts(
+            world=values["world"],
+            average=values["average"],
+            gradients=tuple(Gradient(**gradient) for gradient in values["gradients"]),
+            compute_us=values["compute_us"],
+            link=None if values["link"] is None else Link.from_text(values["link"]),
+        )
+
+
+def decide(facts: Facts, *, bucket_mb: float, cross_iteration: str | Sequence[str]) -> DataParallelPlan:
+    """The plan for a step.
+
+    `"none"`, `"all"` and a list of names leave nothing to judge: buckets of `bucket_mb` in the order of the backward.
+    `"auto"` simulates the step with smaller buckets, with overtaking and with moved updates, and takes the shortest.
+    """
+    limit_bytes = int(bucket_mb * MEGABYTE)
+    if cross_iteration == "auto" and facts.link is not None:
+        return _Search(facts, facts.link, limit_bytes).best()
+    wanted = _wanted(cross_iteration)
+    sizes = [(g.key, g.num_bytes, (g.kind, wanted(g.key) is None)) for g in facts.gradients]
+    by_key = {gradient.key: gradient for gradient in facts.gradients}
+    buckets = [
+        _bucket([by_key[key] for key in keys], wanted) for keys in fill_buckets(sizes, limit_bytes, _FIRST_BYTES)
+    ]
+    return DataParallelPlan(facts.world, facts.average, tuple(buckets))
+
+
+def _wanted(cross_iteration: str | Sequence[str]) -> Callable[[str], str | None]:
+    """For a gradient: None if its update is to move, otherwise why not."""
+    if cross_iteration == "all":
+        return lambda _: None
+    if isinstance(cross_iteration, str):
+        return lambda _: "cross_iteration='none'" if cross_iteration == "none" else "a single rank has nothing to hide"
+    names = tuple(cross_iteration)
+
+    def check(key: str) -> str | None:
+        name = key.split("#")[0]
+        is_named = any(name == wanted or name.startswith(f"{wanted}.") for wanted in names)
+        return None if is_named else "not named in cross_iteration"
+
+    return check
+
+
+def _bucket(gradients: list[Gradient], wanted: Callable[[str], str | None]) -> BucketPlan:
+    stays = next((gradient.stays for gradient in gradients if gradient.stays), "") or wanted(gradients[0].key) or ""
+    num_bytes = sum(gradient.num_bytes for gradient in gradients)
+    reason = f"stays: {stays}" if stays else "moves: asked for by cross_iteration"
+    return BucketPlan(tuple(gradient.key for gradient in gradients), num_bytes, not stays, reason)
+
+
+@dataclass(frozen=True)
+class _Candidate:
+    """One way to do it: buckets as gradients in issue order, which of them move, and what that takes."""
+
+    buckets: tuple[tuple[Gradient, ...], ...]
+    moved: tuple[bool, ...]
+    timeline: Timeline
+
+
+class _Search:
+    """Tries bucket sizes, orders and moves on the simulator."""
+
+    def __init__(self, facts: Facts, link: Link, limit_bytes: int) -> None:
+        self.facts = facts
+        self.link = link
+        self.limit_bytes = limit_bytes
+        self.by_key = {gradient.key: gradient for gradient in facts.gradients}
+
+    def best(self) -> DataParallelPlan:
+        """The shortest step; of steps that take as long, the one with fewer and unmoved buckets."""
+        candidates = [candidate for buckets in self._bucketings() for candidate in self._candidates(buckets)]
+        best = candidates[0]
+        for candidate in candidates[1:]:
+            if candidate.timeline.period_us < best.timeline.period_us * (1 - _WORTHWHILE):
+                best = candidate
+        best = self._without_idle_moves(best)
+        buckets = tuple(self._plan(best, index) for index in range(len(best.buckets)))
+        return DataParallelPlan(
+            self.facts.world,
+            self.facts.average,
+            buckets,
+            link=str(self.link),
+            compute_us=round(self.facts.compute_us, 1),
+            travel_us=round(sum(self.link.time_us(bucket.num_bytes) for bucket in buckets), 1),
+            predicted_us=round(best.timeline.period_us, 1),
+        )
+
+    def _bucketings(self) -> list[list[tuple[Gradient, ...]]]:
+        """Ways to fill buckets in the order of the backward, from the largest allowed down to small ones."""
+        found: list[list[tuple[Gradient, ...]]] = []
+        sizes = [(g.key, g.num_bytes, (g.kind, bool(g.stays))) for g in self.facts.gradients]
+        limit = self.limit_bytes
+        while limit >= _SMALLEST_BYTES or not found:
+            filled = [
+                tuple(self.by_key[key] for key in keys) for keys in fill_buckets(sizes, limit, min(limit, _FIRST_BYTES))
+            ]
+            if not found or filled != found[-1]:
+                found.append(filled)
+            limit //= 2
+        return found
+
+    def _candidates(self, buckets: list[tuple[Gradient, ...]]) -> list[_Candidate]:
+        in_place = self._judge(buckets, [False] * len(buckets))
+        movable = [not any(gradient.stays for gradient in bucket) for bucket in buckets]
+        if not any(movable):
+            return [in_place]
+        candidates = [in_place, self._judge(buckets, movable)]
+        if len({gradient.kind.rpartition("/")[2] for bucket in buckets for gradient in bucket}) == 1:
+            order = order_by_need(self._messages(buckets, movable))
+            candidates.append(self._judge([buckets[index] for index in order], [movable[index] for index in order]))
+        return candidates
+
+    def _judge(self, buckets: Sequence[tuple[Gradient, ...]], moved: Sequence[bool]) -> _Candidate:
+        timeline = simulate(self._messages(buckets, moved), self.facts.compute_us)
+        return _Candidate(tuple(buckets), tuple(moved), timeline)
+
+    def _messages(self, buckets: Sequence[tuple[Gradient, ...]], moved: Sequence[bool]) -> list[Message]:
+        return [
+            Message(
+                ready_us=max(gradient.ready_us for gradient in bucket),
+                needed_us=min(gradient.needed_us for gradient in bucket),
+                update_us=sum(gradient.update_us for gradient in bucket),
+                travel_us=self.link.time_us(sum(gradient.num_bytes for gradient in bucket)),
+                moved=is_moved,
+            )
+            for bucket, is_moved in zip(buckets, moved, strict=True)
+        ]
+
+    def _without_idle_moves(self, best: _Candidate) -> _Candidate:
+        """Take back moves that gain nothing: what can stay in its iteration stays there."""
+        limit_us = best.timeline.period_us * (1 + _WORTHWHILE)
+        for index in range(len(best.buckets)):
+            if best.moved[index]:
+                moved = [flag and position != index for position, flag in enumerate(best.moved)]
+                without = self._judge(best.buckets, moved)
+                best = without if without.timeline.period_us <= limit_us else best
+        return best
+
+    def _plan(self, best: _Candidate, index: int) -> BucketPlan:
+        bucket, is_moved = best.buckets[index], best.moved[index]
+        num_bytes = sum(gradient.num_bytes for gradient in bucket)
+        stays = next((gradient.stays for gradient in bucket if gradient.stays), "")
+        late_us = best.timeline.arrives_us[index] - self.facts.compute_us
+        if stays:
+            reason = f"stays: {stays}"
+        elif is_moved and late_us > 0:
+            reason = f"moves: arrives {late_us / 1e3:.1f} ms after the backward, hidden by the next forward"
+        elif is_moved:
+            reason = "moves: its update runs while other buckets travel"
+        else:
+            reason = (
+                f"stays: arrives {abs(late_us) / 1e3:.1f} ms {'before' if late_us < 0 else 'after'} the end of the "
+            )
+            reason += "backward; moving it would not shorten the step"
+        return BucketPlan(tuple(gradient.key for gradient in bucket), num_bytes, is_moved, reason)

@@ -1,0 +1,269 @@
+"""Data parallel training: the same step on every rank, gradients averaged, by a plan all ranks have agreed on."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from wholestep.capture import Capture
+from wholestep.capture.binding import BufferOf, FixedTensor
+from wholestep.comm import AllReduce, Bucket, Overlap, Reducible, SplitOptimizer, reducible_gradients
+from wholestep.comm.bucket import format_groups
+from wholestep.comm.facts import gather_facts
+from wholestep.comm.plan import DataParallelPlan, Facts, decide
+from wholestep.cost import Link, calibrate_link
+from wholestep.errors import RankError, WholestepError
+from wholestep.graph import SlotKind, StepGraph
+from wholestep.iteration import Rotate
+from wholestep.passes import Pass
+from wholestep.runtime.agreement import Ranks, require_same
+
+logger = logging.getLogger(__name__)
+
+_BROADCAST_BYTES = 64 * 2**20
+
+
+@dataclass(frozen=True)
+class DataParallel:
+    """How ranks share a step, for `wholestep.compile(..., data_parallel=DataParallel(...))`.
+
+    Args:
+        group: the ranks: a process group, a one-dimensional `DeviceMesh`, or None for the default group.
+        reduce: `"mean"` averages gradients like DDP, `"sum"` adds them up.
+        link: what an all-reduce costs, `"1gbit,50us"`; measured at the start if None.
+        op_times: `"measured"` times the step's ops at the start, `"estimated"` derives them from flops and bytes.
+    """
+
+    group: dist.ProcessGroup | DeviceMesh | None = None
+    reduce: str = "mean"
+    link: str | None = None
+    op_times: str = "measured"
+
+    def __post_init__(self) -> None:
+        if self.reduce not in ("mean", "sum"):
+            raise WholestepError(f"reduce is 'mean' or 'sum', not {self.reduce!r}")
+        if self.op_times not in ("measured", "estimated"):
+            raise WholestepError(f"op_times is 'measured' or 'estimated', not {self.op_times!r}")
+        if self.link is not None:
+            Link.from_text(self.link)
+        if isinstance(self.group, DeviceMesh) and self.group.ndim != 1:
+            raise WholestepError(
+                f"data_parallel takes a one-dimensional DeviceMesh, not one of {self.group.ndim} dimensions; "
+                "pass one of its axes: mesh['dp']"
+            )
+
+    @staticmethod
+    def of(value: Any) -> DataParallel | None:
+        """From what `wholestep.compile` accepts; raises `WholestepError` for anything else."""
+        if value is None or isinstance(value, DataParallel):
+            return value
+        if value == "replicate":
+            return DataParallel()
+        if isinstance(value, (dist.ProcessGroup, DeviceMesh)):
+            return DataParallel(value)
+        raise WholestepError(
+            f"data_parallel is None, 'replicate', a ProcessGroup, a 1-D DeviceMesh or a DataParallel, not {value!r}"
+        )
+
+    def resolve(self) -> dist.ProcessGroup:
+        """The process group itself, looked up when the step is first called."""
+        if isinstance(self.group, DeviceMesh):
+            return self.group.get_group()
+        if self.group is not None:
+            return self.group
+        if not dist.is_available() or not dist.is_initialized():
+            raise WholestepError(
+                "data_parallel needs a process group; start the script with torchrun and call "
+                "torch.distributed.init_process_group() before the first step"
+            )
+        group = dist.group.WORLD
+        assert group is not None
+        return group
+
+
+CaptureStep = Callable[[frozenset[str]], tuple[Capture, StepGraph]]
+
+
+class Replicas:
+    """This rank's side of a data-parallel step: agrees with the other ranks and turns the agreement into passes."""
+
+    def __init__(
+        self,
+        options: DataParallel,
+        topic: str,
+        bucket_mb: float,
+        cross_iteration: str | tuple[str, ...],
+        timeout_s: float,
+    ) -> None:
+        self.options = options
+        self.bucket_mb = bucket_mb
+        self.cross_iteration = cross_iteration
+        self.ranks = Ranks.of(options.resolve(), topic, timeout_s)
+        self._plans: dict[str, DataParallelPlan] = {}
+        self._broadcast: set[int] = set()
+        self._link: Link | None = None if options.link is None else Link.from_text(options.link)
+
+    def prepare(self, capture_step: CaptureStep, number: int) -> tuple[Capture, StepGraph, DataParallelPlan]:
+        """Capture, and find the plan for the gradients the capture has.
+
+        Gradients that have been planned for need no further word between ranks: one rank may capture alone, for a batch
+        of another size. New ones have to appear on all ranks in the same call.
+        """
+        with self.ranks.failing_together(f"{number}/gradients"):
+            captured, graph = capture_step(frozenset())
+        known = self._plans.get(_signature(reducible_gradients(graph)))
+        if known is not None:
+            return captured, graph, known
+        captured, graph = self._agree_on_gradients(capture_step, captured, graph, number)
+        self._broadcast_state(captured)
+        plan = self._agree_on_plan(graph, number)
+        self._plans[_signature(reducible_gradients(graph))] = plan
+        return captured, graph, plan
+
+    def passes(self, plan: DataParallelPlan) -> list[Pass]:
+        """The rewrites that carry out a plan."""
+        groups = format_groups([bucket.keys for bucket in plan.buckets])
+        return [
+            AllReduce(group=self.ranks.name, world=self.ranks.world, average=plan.average),
+            Bucket(groups=groups),
+            SplitOptimizer(),
+            Overlap(),
+            Rotate(buckets=" ".join(map(str, plan.moved))),
+        ]
+
+    def average_gradients(self, captured: Capture, plan: DataParallelPlan) -> None:
+        """Average `.grad` of the planned parameters over the ranks, eagerly and one by one: the reference."""
+        for key in (key for bucket in sorted(plan.buckets, key=lambda b: b.keys) for key in bucket.keys):
+            where = captured.bindings[f"{SlotKind.PARAM}.{key.split('#')[0]}"]
+            parameter: torch.Tensor = where.read([])
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+            grad = parameter.grad.mul_(1.0 / self.ranks.world) if plan.average else parameter.grad
+            dense = grad.contiguous()
+            dist.all_reduce(dense, group=self.ranks.group)
+            grad.copy_(dense)
+
+    def _agree_on_gradients(
+        self, capture_step: CaptureStep, captured: Capture, graph: StepGraph, number: int
+    ) -> tuple[Capture, StepGraph]:
+        """Compare options, parameters and gradients; a parameter that only other ranks use gets a gradient of zeros."""
+        mine = {"options": self._settings(), "parameters": _parameters(graph), "gradients": _names(graph)}
+        answers = self.ranks.exchange(f"{number}/gradients", mine)
+        require_same("the options of wholestep.compile", [answer["options"] for answer in answers])
+        require_same("the trainable parameters", [answer["parameters"] for answer in answers])
+        everywhere = {name for answer in answers for name in answer["gradients"]}
+        if all(set(answer["gradients"]) == everywhere for answer in answers):
+            return captured, graph
+        with self.ranks.failing_together(f"{number}/zeros"):
+            missing = everywhere - set(mine["gradients"])
+            if missing:
+                logger.info("%d parameters are unused on this rank and get a gradient of zeros", len(missing))
+                captured, graph = capture_step(frozenset(missing))
+            names = [
+                answer["gradients"] for answer in self.ranks.exchange(f"{number}/zeros", {"gradients": _names(graph)})
+            ]
+        require_same("the gradients", [sorted(each) for each in names])
+        return captured, graph
+
+    def _agree_on_plan(self, graph: StepGraph, number: int) -> DataParallelPlan:
+        """Rank 0's facts, one link, the same decision everywhere, checked by its fingerprint."""
+        is_auto = self.cross_iteration == "auto" and self.ranks.world > 1
+        if is_auto and self._link is None:
+            self._link = calibrate_link(self.ranks.group, _device(graph))
+        with self.ranks.failing_together(f"{number}/facts"):
+            facts = None
+            if self.ranks.rank == 0:
+                facts = gather_facts(
+                    graph,
+                    world=self.ranks.world,
+                    average=self.options.reduce == "mean",
+                    link=self._link if is_auto else None,
+                    is_measured=self.options.op_times == "measured",
+                ).to_dict()
+            answers = self.ranks.exchange(f"{number}/facts", facts)
+        cross_iteration = "none" if self.cross_iteration == "auto" and not is_auto else self.cross_iteration
+        plan = decide(Facts.from_dict(answers[0]), bucket_mb=self.bucket_mb, cross_iteration=cross_iteration)
+        require_same("the plans", self.ranks.exchange(f"{number}/plan", plan.fingerprint))
+        return plan
+
+    def _settings(self) -> dict[str, Any]:
+        return {
+            "bucket_mb": self.bucket_mb,
+            "cross_iteration": list(self.cross_iteration)
+            if isinstance(self.cross_iteration, tuple)
+            else self.cross_iteration,
+            "reduce": self.options.reduce,
+            "link": self.options.link,
+        }
+
+    def _broadcast_state(self, captured: Capture) -> None:
+        """Give every rank rank 0's parameters and buffers, each once, in messages of moderate size."""
+        fresh: dict[int, torch.Tensor] = {}
+        for slot_id, where in captured.bindings.items():
+            is_kept = slot_id.startswith((f"{SlotKind.PARAM}.", f"{SlotKind.BUFFER}."))
+            if is_kept and isinstance(where, (FixedTensor, BufferOf)):
+                tensor = where.read([])
+                if id(tensor) not in self._broadcast and tensor.numel() > 0:
+                    fresh[id(tensor)] = tensor
+        if self.ranks.world > 1:
+            for tensors in _messages(list(fresh.values())):
+                _broadcast_together(tensors, self.ranks.group)
+        self._broadcast |= set(fresh)
+
+
+def _signature(gradients: Sequence[Reducible]) -> str:
+    return ";".join(f"{g.key}:{','.join(g.names)}:{g.wave}:{_type(g.node.meta['val'])}" for g in gradients)
+
+
+def _type(value: torch.Tensor) -> str:
+    return f"{value.dtype}{tuple(value.shape)}{value.stride()}"
+
+
+def _parameters(graph: StepGraph) -> dict[str, str]:
+    """Type of each trainable parameter by name."""
+    found: dict[str, str] = {}
+    for slot_id, node in graph.placeholders().items():
+        if slot_id.startswith(f"{SlotKind.PARAM}.") and node.meta["val"].requires_grad:
+            found[graph.slots[node.name].name] = _type(node.meta["val"])
+    return found
+
+
+def _names(graph: StepGraph) -> list[str]:
+    return [name for gradient in reducible_gradients(graph) for name in gradient.names]
+
+
+def _device(graph: StepGraph) -> torch.device:
+    gradients = reducible_gradients(graph)
+    if not gradients:
+        raise RankError("data_parallel has nothing to do: no parameter of this step gets a gradient")
+    return gradients[0].node.meta["val"].device
+
+
+def _messages(tensors: list[torch.Tensor]) -> list[list[torch.Tensor]]:
+    """Tensors of one dtype and device in a row, up to a size."""
+    messages: list[list[torch.Tensor]] = []
+    size = 0
+    for tensor in tensors:
+        num_bytes = tensor.numel() * tensor.element_size()
+        fits = messages and size + num_bytes <= _BROADCAST_BYTES
+        if fits and (messages[-1][0].dtype, messages[-1][0].device) == (tensor.dtype, tensor.device):
+            messages[-1].append(tensor)
+            size += num_bytes
+        else:
+            messages.append([tensor])
+            size = num_bytes
+    return messages
+
+
+def _broadcast_together(tensors: list[torch.Tensor], group: dist.ProcessGroup) -> None:
+    with torch.no_grad():
+        flat = torch.cat([tensor.detach().reshape(-1) for tensor in tensors])
+        dist.broadcast(flat, group=group, group_src=0)
+        for tensor, part in zip(tensors, flat.split([tensor.numel() for tensor in tensors]), strict=True):
+            tensor.copy_(part.view(tensor.shape))

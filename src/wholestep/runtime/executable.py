@@ -1,0 +1,92 @@
+"""A graph ready to run: where its inputs come from, where its results go, and the code in between."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+
+from wholestep import _torch
+from wholestep.capture.binding import Binding
+from wholestep.graph import StepGraph
+from wholestep.runtime.codegen import Step, generate, run_checked
+
+
+class Executable:
+    """A compiled step graph over the slots of a capture.
+
+    `run` reads the slots, executes the graph and puts everything it computed where eager would have: updates in their
+    tensors, gradients on their parameters, new state in the optimizer. `on_applied` is told the number of each block of
+    the call before as soon as its last op has run.
+    """
+
+    def __init__(
+        self,
+        graph: StepGraph,
+        bindings: Mapping[str, Binding],
+        label: str = "step",
+        on_applied: Callable[[int], None] | None = None,
+    ) -> None:
+        self.graph = graph
+        self._label = f"wholestep::{label}"
+        self._inputs = [bindings[slot_id] for slot_id in graph.placeholders()]
+        self._updates = [bindings[slot_id] for slot_id in graph.updates]
+        self._results = [bindings[slot_id] for slot_id in graph.results]
+        self._step: Step | None = None
+        self._after = {} if on_applied is None else _last_ops(graph, on_applied)
+
+    def run(self, leaves: list[Any]) -> tuple[Any, ...]:
+        """Execute once and return the graph's outputs."""
+        inputs = [binding.read(leaves) for binding in self._inputs]
+        with torch.no_grad(), _without_autocast(), self._named_range():
+            outputs, updates, results = self._execute(inputs)
+            for binding, value in zip(self._updates, updates, strict=True):
+                binding.read(leaves).copy_(value)
+        for binding, value in zip(self._results, results, strict=True):
+            binding.write(value, leaves)  # pyright: ignore[reportAttributeAccessIssue]
+        return outputs
+
+    def _execute(self, inputs: list[Any]) -> Any:
+        """Run the graph; the first time op by op, checking what the generated code will rely on."""
+        if self._step is not None:
+            return self._step(inputs)
+        returned, corrections = run_checked(self.graph, inputs, self._after)
+        self._step = generate(self.graph, corrections, self._after)
+        return returned
+
+    def _named_range(self) -> contextlib.AbstractContextManager[Any]:
+        return torch.profiler.record_function(self._label) if _torch.is_profiling() else contextlib.nullcontext()
+
+
+def _last_ops(graph: StepGraph, on_applied: Callable[[int], None]) -> dict[str, Callable[[], None]]:
+    """By name of the last op of each block of the call before: what to call behind it."""
+    last: dict[int, str] = {}
+    for node in graph.calls():
+        if "applies" in node.meta:
+            last[node.meta["applies"]] = node.name
+    # Two blocks never end with the same op.
+    return {name: _Report(on_applied, block) for block, name in last.items()}
+
+
+class _Report:
+    """A call without arguments, equal to nothing but itself, so that generated code can hold it as a global."""
+
+    def __init__(self, function: Callable[[int], None], block: int) -> None:
+        self._function = function
+        self._block = block
+
+    def __call__(self) -> None:
+        self._function(self._block)
+
+
+def _without_autocast() -> contextlib.AbstractContextManager[Any]:
+    """Casts are ops of the graph; autocast around the call must not add its own."""
+    active = [device for device in ("cpu", "cuda") if torch.is_autocast_enabled(device)]
+    if not active:
+        return contextlib.nullcontext()
+    stack = contextlib.ExitStack()
+    for device in active:
+        stack.enter_context(torch.autocast(device, enabled=False))
+    return stack
