@@ -486,6 +486,12 @@ def overload_by_name(name: str, overload: str) -> Callable[..., Any] | None:
     return getattr(packet, overload) if packet is not None and overload in packet.overloads() else None
 
 
+def overloads(name: str) -> list[Any]:
+    """All overloads of `torch.ops.aten.<name>`."""
+    packet = getattr(torch.ops.aten, name, None)
+    return [] if packet is None else [getattr(packet, overload) for overload in packet.overloads()]
+
+
 def generated_bindings(target: Any) -> list[Callable[..., Any]]:
     """Python bindings that torch generates for an operator's name; cheaper to call than the operator itself."""
     name = packet_name(target)

@@ -16,7 +16,7 @@ from typing import Any, Self
 import torch
 
 from wholestep.capture import Capture, capture, discover
-from wholestep.comm import SplitOptimizer
+from wholestep.comm import FillBuckets, SplitOptimizer
 from wholestep.comm.plan import DataParallelPlan
 from wholestep.errors import CaptureError, GuardError
 from wholestep.graph import StepGraph
@@ -211,6 +211,7 @@ class StepRunner:
                 replicas = self._replicas_of(self.options.data_parallel)
                 captured, graph, plan = replicas.prepare(capture_step, self._num_attempts)
                 passes = replicas.passes(plan)
+                finish = Pipeline((*finish.passes, FillBuckets())) if finish.passes else finish
             graph = run_passes(graph, passes, dump_dir=self.options.dump_dir)
             rotation = Rotation(graph, finish, captured, self._name)
             fresh = Specialization(captured, rotation, call, plan)
