@@ -86,7 +86,7 @@ def calibrate_link(group: dist.ProcessGroup | None, device: torch.device) -> Lin
     """Measure the all-reduce of a process group (None: the default one); every rank gets the same link, rank 0's.
 
     All ranks of the group call this together: it runs a fixed sequence of all-reduces on tensors of `device` (which the
-    group's backend must serve) and a broadcast. Takes milliseconds on a fast link, some 4 s at 0.1 Gbit/s.
+    group's backend must serve) and a broadcast. Takes milliseconds on a fast link, 3 to 6 s at 0.1 Gbit/s.
     """
     if not dist.is_initialized():
         raise WholestepError("there is no process group; call torch.distributed.init_process_group first")
