@@ -13,11 +13,12 @@ from wholestep.graph.step_graph import StepGraph
 from wholestep.graph.verify import describe
 
 _CODE_WIDTH = 96
+_PASS_WIDTH = 80
 
 
 def print_graph(graph: StepGraph) -> str:
     """The graph as a Python module with one function `step`; the signature names each slot, one per line."""
-    passes = ", ".join(str(record) for record in graph.history) or "capture"
+    passes = ", ".join(_shortened(str(record)) for record in graph.history) or "capture"
     modules = {_module_of(node.target) for node in graph.calls() if not _torch.is_op_overload(node.target)}
     lines = [f"# Step graph: {graph.num_ops} ops, {len(graph.slots)} slots, after {passes}"]
     lines += [f"import {module}" for module in sorted({"math", "operator", "torch", *modules} - {"builtins"})]
@@ -34,6 +35,11 @@ def print_graph(graph: StepGraph) -> str:
             notes = [describe(node.meta["val"]), node.meta.get("fqn", ""), node.meta.get("source", "")]
             lines.append(_with_comment(f"    {node.name} = {_format_call(node)}", notes))
     return "\n".join(lines) + "\n"
+
+
+def _shortened(text: str) -> str:
+    """A pass without the middle of very long options."""
+    return text if len(text) <= _PASS_WIDTH else f"{text[: _PASS_WIDTH - 20]}…{text[-18:]}"
 
 
 def _signature_lines(graph: StepGraph) -> list[str]:

@@ -8,6 +8,7 @@ from wholestep._version import __version__
 from wholestep.graph import StepGraph
 from wholestep.report.charts import memory_chart
 from wholestep.report.document import Bar, Card, Cell, Code, Figure, Prose, Report, Section, Table
+from wholestep.report.parallel import loop_sections, plan_sections
 from wholestep.report.summary import (
     GraphSummary,
     format_bytes,
@@ -19,6 +20,7 @@ from wholestep.report.summary import (
 from wholestep.runtime import StepRunner
 
 _MAX_ROWS = 12
+_MAX_PASS_TEXT = 72
 
 
 def step_report(step: StepRunner) -> Report:
@@ -31,11 +33,13 @@ def step_report(step: StepRunner) -> Report:
         cards=_cards(step, summary),
         sections=(
             *_recompile_section(step),
+            *plan_sections(step),
             _phase_section(summary),
             _memory_section(summary),
             _module_section(summary),
             _slot_section(summary),
             _pass_section(graph),
+            *loop_sections(step),
             Section("Graph", (Code(f"The step as Python: {graph.num_ops} ops", _listing(graph)),)),
         ),
     )
@@ -145,12 +149,17 @@ def _slot_section(summary: GraphSummary) -> Section:
 
 def _pass_section(graph: StepGraph) -> Section:
     rows: list[tuple[Cell, ...]] = [
-        (record.text, format_seconds(record.seconds), str(record.num_ops_before), str(record.num_ops_after))
+        (_shortened(record.text), format_seconds(record.seconds), str(record.num_ops_before), str(record.num_ops_after))
         for record in graph.history
     ]
     if not rows:
         return Section("Passes", (Prose("None: the graph runs as it was captured."),))
     return Section("Passes", (Table(("pass", "time", "ops before", "ops after"), tuple(rows)),))
+
+
+def _shortened(text: str) -> str:
+    """A pass without the tail of very long options (the names of all gradients, say)."""
+    return text if len(text) <= _MAX_PASS_TEXT else f"{text[:_MAX_PASS_TEXT]}…"
 
 
 def _listing(graph: StepGraph) -> str:

@@ -47,7 +47,6 @@ class Rotation:
         }
         self._bindings: dict[str, Binding] = capture.bindings | carries
         self._target_bindings = [self._bindings[slot_id] for slot_id in _target_slots(graph)]
-        self._whole = self._executable(graph.copy() if self._blocks else graph, "step")
         self._setup = self._derived(Kind.SETUP) if self._blocks else self._whole
         self._main = self._derived(Kind.MAIN) if self._blocks else self._whole
         self._flushes: dict[frozenset[int], Executable] = {}
@@ -81,6 +80,10 @@ class Rotation:
         if not is_last:
             pending.guard()
         return outputs
+
+    @cached_property
+    def _whole(self) -> Executable:
+        return self._executable(self._source.copy() if self._blocks else self._source, "step")
 
     @cached_property
     def _cleanup(self) -> Executable:
