@@ -1,38 +1,59 @@
-"""`wholestep demo`: train a small GPT in eager and compiled from the same start, and compare the two."""
+"""`wholestep demo`: train a small GPT in eager and compiled from the same start, and compare them.
+
+On two local ranks by default: DistributedDataParallel against `data_parallel="replicate"`. With one rank there is no
+process group, and plain eager is the peer.
+"""
 
 from __future__ import annotations
 
 import argparse
-import json
+import copy
 import sys
 import time
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from rich.console import Console
-from rich.table import Table as TerminalTable
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
 
+import wholestep
+from wholestep._settings import Settings
 from wholestep.cli.comparison import MIN_STEPS, Comparison, Side, compare
 from wholestep.cli.corpus import Corpus, load_corpus
-from wholestep.cli.progress import training_progress
-from wholestep.report import Figure, Prose, Section, Table, step_report
-from wholestep.report.charts import Series, line_chart
-from wholestep.report.summary import format_bytes, format_seconds
-from wholestep.zoo.gpt import GPT, GPTConfig
+from wholestep.cli.launch import launch
+from wholestep.cli.present import print_result, write_report
+from wholestep.cli.progress import say, training_progress
+from wholestep.errors import WholestepError
+from wholestep.zoo import gpt
+from wholestep.zoo.case import Batch
 
 _BATCH_SIZE = 16
-_COLUMNS = ("", "eager", "wholestep")
-
-Rows = tuple[tuple[str, str, str], ...]
+# The loopback is so fast that no update has to cross the iteration border. A link like this one makes it worthwhile.
+SLOW_LINK = "200mbit,200us"
 
 
 def add_parser(commands: Any) -> None:
     """Make `demo` a command of the command line."""
-    text = "Train a small character GPT twice from the same start, in eager and compiled, and compare the two."
+    text = "Train a small character GPT several times from the same start, in eager and compiled, and compare them."
     parser = commands.add_parser("demo", help="compare a compiled training with eager", description=text)
-    parser.add_argument("--steps", type=_num_steps, default=120, help="training steps of each (default %(default)s)")
+    add_options(parser)
+    parser.set_defaults(run=run)
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """What a demo can be told; its ranks are told the same."""
+    parser.add_argument("--steps", type=_num_steps, default=100, help="training steps of each (default %(default)s)")
+    parser.add_argument(
+        "--ranks",
+        type=_at_least_one,
+        default=2,
+        help="train data parallel on this many local processes; 1 is a plain training (default %(default)s)",
+    )
     parser.add_argument(
         "--output",
         type=Path,
@@ -41,115 +62,103 @@ def add_parser(commands: Any) -> None:
     )
     parser.add_argument("--json", action="store_true", help="print the result as JSON instead of a table")
     # So small a model hardly gains from a second thread, and a single one is not upset by what else the machine does.
-    parser.add_argument("--threads", type=_num_threads, default=1, help="CPU threads of torch (default %(default)s)")
-    parser.set_defaults(run=run)
+    parser.add_argument(
+        "--threads", type=_at_least_one, default=1, help="CPU threads of torch, per rank (default %(default)s)"
+    )
 
 
 def run(options: argparse.Namespace) -> int:
     """Train, print the comparison, write the report; 1 if the losses differ."""
+    if Settings.from_environ().disable:
+        raise WholestepError("there is nothing to compare with eager while WHOLESTEP_DISABLE is set; unset it")
+    if options.ranks == 1:
+        return run_here(options)
+    say(f"starting {options.ranks} ranks")
+    command = [sys.executable, "-m", "wholestep.cli.rank"]
+    for name in ("steps", "ranks", "output", "threads"):
+        command += [f"--{name}", str(getattr(options, name))]
+    return launch([*command, "--json"] if options.json else command, options.ranks)
+
+
+def run_here(options: argparse.Namespace) -> int:
+    """The demo in this process, which may be a rank of several; rank 0 prints and writes."""
     previous_threads = torch.get_num_threads()
     torch.set_num_threads(options.threads)
     try:
         started = time.perf_counter()
-        corpus = load_corpus()
-        comparison = _train(corpus, options.steps)
-        path = _write_report(comparison, options.output)
-        _print_result(comparison, path, time.perf_counter() - started, as_json=options.json)
+        comparison = _train(load_corpus(), options.steps)
+        if _rank() == 0:
+            path = write_report(comparison, options.output)
+            print_result(comparison, path, time.perf_counter() - started, as_json=options.json)
     finally:
         torch.set_num_threads(previous_threads)
     return 0 if comparison.agrees else 1
 
 
 def _train(corpus: Corpus, num_steps: int) -> Comparison:
-    config = GPTConfig(vocab_size=len(corpus.alphabet), context=64, width=128, heads=4, layers=3, dropout=0.1)
+    config = gpt.GPTConfig(vocab_size=len(corpus.alphabet), context=64, width=128, heads=4, layers=3, dropout=0.1)
     torch.manual_seed(0)
-    model = GPT(config)
-    with training_progress("eager and wholestep", num_steps) as on_step:
-        return compare(model, partial(corpus.make_batch, _BATCH_SIZE, config.context), num_steps, on_step)
+    model = gpt.GPT(config)
+    sides = _parallel_sides(model, num_steps) if dist.is_initialized() else _plain_sides(model, num_steps)
+    make_batch = partial(_batch_of_rank, corpus, config.context)
+    with training_progress(" and ".join(sides), num_steps, is_shown=_rank() == 0) as on_step:
+        return compare(sides, make_batch, num_steps, on_step)
 
 
-def _rows(comparison: Comparison) -> Rows:
-    eager, compiled = comparison.eager, comparison.compiled
-    return (
-        ("final loss", f"{eager.losses[-1]:.6f}", f"{compiled.losses[-1]:.6f}"),
-        (f"largest loss difference in {len(eager.losses)} steps", "", _difference(comparison.max_loss_difference)),
-        ("largest parameter difference", "", _difference(comparison.max_parameter_difference)),
-        ("median step", format_seconds(eager.median_seconds), format_seconds(compiled.median_seconds)),
-        ("first step, with capture", format_seconds(eager.seconds[0]), format_seconds(compiled.seconds[0])),
-        ("captures", "", str(comparison.step.num_captures)),
-        ("peak memory, measured", format_bytes(eager.peak_bytes), format_bytes(compiled.peak_bytes)),
-        ("peak memory, predicted", "", format_bytes(comparison.predicted_peak_bytes)),
-    )
+def _batch_of_rank(corpus: Corpus, context: int, number: int) -> tuple[Batch, int]:
+    """This rank's batch of a step, and the seed of its dropout: no two of all steps and ranks are alike."""
+    seed = number * _num_ranks() + _rank()
+    return corpus.make_batch(_BATCH_SIZE, context, seed), seed
 
 
-def _difference(value: float) -> str:
-    return "0 (bit for bit)" if value == 0 else f"{value:.3g}"
+def clipping_step(model: nn.Module, optimizer: Optimizer, batch: Batch) -> torch.Tensor:
+    """Everything between two batches, on one rank."""
+    optimizer.zero_grad()
+    loss = gpt.loss(model, batch)
+    loss.backward()
+    nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    optimizer.step()
+    return loss.detach()
 
 
-def _write_report(comparison: Comparison, path: Path) -> Path:
-    losses = [Series(name, tuple(side.losses)) for name, side in _sides(comparison).items()]
-    chart = line_chart(losses, title="Training loss", x_label="step")
-    verdict = "The two trainings agree." if comparison.agrees else "The losses differ: this is a bug, please report it."
-    return (
-        step_report(comparison.step)
-        .before(
-            Section("Compared with eager", (Prose(verdict), Table(_COLUMNS, _rows(comparison)))),
-            Section("Loss", (Figure(chart, "A character GPT on the text of Python's own help pages"),)),
-        )
-        .write(path)
-    )
+def train_step(model: nn.Module, optimizer: Optimizer, batch: Batch) -> torch.Tensor:
+    """The same without clipping: a global norm needs all gradients before any update, so that none could move."""
+    optimizer.zero_grad()
+    loss = gpt.loss(model, batch)
+    loss.backward()
+    optimizer.step()
+    return loss.detach()
 
 
-def _sides(comparison: Comparison) -> dict[str, Side]:
-    return {"eager": comparison.eager, "wholestep": comparison.compiled}
+def _plain_sides(model: nn.Module, num_steps: int) -> dict[str, Side]:
+    compiled = wholestep.compile(clipping_step)
+    steps: dict[str, Callable[..., torch.Tensor]] = {"eager": clipping_step, "wholestep": compiled}
+    return {name: Side.of(step, copy.deepcopy(model), num_steps) for name, step in steps.items()}
 
 
-def _print_result(comparison: Comparison, path: Path, seconds: float, *, as_json: bool) -> None:
-    if as_json:
-        print(json.dumps(_as_dict(comparison, path, seconds), indent=2))
-        return
-    table = TerminalTable(title=f"GPT, {comparison.step.graph.num_ops} ops in one graph")
-    for index, name in enumerate(_COLUMNS):
-        table.add_column(name, justify="left" if index == 0 else "right")
-    for row in _rows(comparison):
-        table.add_row(*row)
-    console = Console(file=sys.stdout, soft_wrap=True, highlight=False)
-    console.print(table)
-    console.print("losses agree" if comparison.agrees else "LOSSES DIFFER: please report this", markup=False)
-    console.print(f"report: {path} ({seconds:.0f} s in all)", markup=False)
-
-
-def _as_dict(comparison: Comparison, path: Path, seconds: float) -> dict[str, Any]:
-    sides = {
-        name: {
-            "final_loss": side.losses[-1],
-            "losses": side.losses,
-            "median_step_s": side.median_seconds,
-            "first_step_s": side.seconds[0],
-            "peak_bytes": side.peak_bytes,
-        }
-        for name, side in _sides(comparison).items()
-    }
+def _parallel_sides(model: nn.Module, num_steps: int) -> dict[str, Side]:
+    measured = wholestep.compile(train_step, data_parallel="replicate")
+    slow = wholestep.compile(train_step, data_parallel=wholestep.DataParallel(link=SLOW_LINK))
     return {
-        "agrees": comparison.agrees,
-        "num_steps": len(comparison.eager.losses),
-        "max_loss_difference": comparison.max_loss_difference,
-        "max_parameter_difference": comparison.max_parameter_difference,
-        "num_captures": comparison.step.num_captures,
-        "capture_s": comparison.step.captured.seconds,
-        "num_ops": comparison.step.graph.num_ops,
-        "predicted_peak_bytes": comparison.predicted_peak_bytes,
-        **sides,
-        "report": str(path),
-        "total_s": seconds,
+        "eager DDP": Side.of(train_step, DistributedDataParallel(copy.deepcopy(model)), num_steps),
+        "wholestep": Side.of(measured, copy.deepcopy(model), num_steps),
+        "wholestep, slow link": Side.of(slow, copy.deepcopy(model), num_steps),
     }
+
+
+def _rank() -> int:
+    return dist.get_rank() if dist.is_initialized() else 0
+
+
+def _num_ranks() -> int:
+    return dist.get_world_size() if dist.is_initialized() else 1
 
 
 def _num_steps(text: str) -> int:
     return _at_least(text, MIN_STEPS)
 
 
-def _num_threads(text: str) -> int:
+def _at_least_one(text: str) -> int:
     return _at_least(text, 1)
 
 

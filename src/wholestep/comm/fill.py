@@ -116,11 +116,11 @@ def out_twin(target: Any) -> Any:
     """
     if not _torch.is_op_overload(target) or _torch.namespace(target) != "aten" or ops.is_view(target):
         return None
-    names = [argument.name for argument in _torch.schema(target).arguments]
+    wanted = [(argument.name, str(argument.type)) for argument in _torch.schema(target).arguments]
     for twin in _torch.overloads(_torch.packet_name(target).removesuffix("_")):
         arguments = _torch.schema(twin).arguments
         outs = [argument for argument in arguments if _torch.is_written(argument)]
-        rest = [argument.name for argument in arguments if not _torch.is_written(argument)]
-        if len(outs) == 1 and outs[0].name == "out" and rest == names and torch.Tag.generated not in _torch.tags(twin):
+        rest = [(argument.name, str(argument.type)) for argument in arguments if not _torch.is_written(argument)]
+        if len(outs) == 1 and outs[0].name == "out" and rest == wanted and torch.Tag.generated not in _torch.tags(twin):
             return twin
     return None
