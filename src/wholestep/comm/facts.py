@@ -7,6 +7,7 @@ from torch import fx
 
 from wholestep.comm.allreduce import AllReduce, Reducible, reducible_gradients
 from wholestep.comm.bucket import Bucket, format_groups
+from wholestep.comm.overlap import own_nodes
 from wholestep.comm.plan import Facts, Gradient
 from wholestep.comm.split_optimizer import SplitOptimizer
 from wholestep.cost import Link, calibrate_device, estimated_times, measured_times
@@ -31,6 +32,7 @@ def gather_facts(graph: StepGraph, *, world: int, average: bool, link: Link | No
             ready_us=round(ready_at[gradient.node] + times[gradient.node], 1),
             needed_us=round(_first_read(graph, gradient, ready_at, total_us), 1),
             update_us=round(update_us * _num_bytes(gradient) / num_bytes, 2),
+            own_us=round(sum(times[node] for node in own_nodes([gradient.node])), 1),
             stays=stays[gradient.key],
         )
         for gradient in gradients

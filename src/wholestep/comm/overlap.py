@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -27,17 +28,22 @@ class Overlap(Pass):
     wait_1                         wait_1, update of layer 1
     update of layers 1, 2
     ```
-    What needs no reduced gradient comes first, then what needs bucket 0 only, then bucket 1, and so on.
+    What needs no reduced gradient comes first, then what needs bucket 0 only, then bucket 1, and so on. `late` lists
+    buckets (`"7 8"`) whose gradients are to be computed behind all others: what makes a weight's gradient is needed by
+    nobody else in the backward, and while a more urgent bucket travels there is time for it.
     """
 
     name: ClassVar[str] = "overlap"
     requires: ClassVar[tuple[str, ...]] = ("bucket",)
     after: ClassVar[tuple[str, ...]] = ("split_optimizer",)
 
+    late: str = ""
+
     def apply(self, graph: StepGraph) -> StepGraph:
         chains = _chains(graph)
         if chains:
-            graph.reorder(_with_chains(graph, chains, _rest(graph, chains)))
+            late = [node for bucket in self.late.split() for node in own_nodes(_sources(chains[int(bucket)]))]
+            graph.reorder(_with_chains(graph, chains, _rest(graph, chains, late)))
             for chain in chains:
                 chain[-1].meta["is_ordered"] = True
             sink_waits(graph)
@@ -63,17 +69,44 @@ def _chains(graph: StepGraph) -> list[list[fx.Node]]:
     return chains
 
 
-def _rest(graph: StepGraph, chains: list[list[fx.Node]]) -> list[fx.Node]:
-    """All other calls, sorted by the last bucket they need; in their old order if that would swap random ops."""
+def own_nodes(gradients: Iterable[fx.Node]) -> list[fx.Node]:
+    """The part of the backward that serves these gradients and nothing else, in graph order."""
+    own: set[fx.Node] = set()
+    pending = list(gradients)
+    while pending:
+        node = pending.pop()
+        is_own = node.op == "call_function" and node.meta["phase"] is Phase.BACKWARD and not ops.has_effect(node)
+        if is_own and all(user in own or user.meta.get("phase") is not Phase.BACKWARD for user in node.users):
+            own.add(node)
+            pending.extend(node.all_input_nodes)
+    return sorted(own)
+
+
+def _sources(chain: list[fx.Node]) -> list[fx.Node]:
+    """The gradients that a chain sends."""
+    return [node for node in _inputs(chain) if node.op == "call_function"]
+
+
+def _rest(graph: StepGraph, chains: list[list[fx.Node]], late: list[fx.Node]) -> list[fx.Node]:
+    """All other calls, sorted by the last bucket they need; in their old order if that would swap random ops.
+
+    Of those that need none, `late` ones come behind the rest of the backward.
+    """
     chained = {node for chain in chains for node in chain}
     needs: dict[fx.Node, int] = {}
     for node in graph.calls():
         own = node.meta.get("bucket", -1) if node.target is ops.WAIT else -1
         needs[node] = max([own, *(needs.get(source, -1) for source in node.all_input_nodes)])
     rest = [node for node in graph.calls() if node not in chained]
-    ordered = sorted(rest, key=needs.__getitem__)
+    number = {node: 1 + index for index, node in enumerate(late)}
+    ordered = sorted(rest, key=lambda node: (needs[node], _turn(node, number)))
     effects = [node.meta["effect"] for node in ordered if "effect" in node.meta]
     return ordered if effects == sorted(effects) else rest
+
+
+def _turn(node: fx.Node, late: dict[fx.Node, int]) -> int:
+    """Forward and backward first, then late gradients in their order, then what depends on neither (step counters)."""
+    return late.get(node, len(late) + 1 if node.meta["phase"] is Phase.OPTIMIZER else 0)
 
 
 def _with_chains(graph: StepGraph, chains: list[list[fx.Node]], rest: list[fx.Node]) -> list[fx.Node]:

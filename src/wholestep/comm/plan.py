@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from wholestep.comm.bucket import MEGABYTE, fill_buckets
-from wholestep.comm.timeline import Message, Timeline, order_by_need, simulate
+from wholestep.comm.timeline import Message, Timeline, delayed, order_by_need, simulate
 from wholestep.cost import Link
 
 # Buckets below this are all latency.
@@ -27,8 +27,9 @@ _WORTHWHILE = 0.002
 class Gradient:
     """What the planner knows of one gradient.
 
-    `kind` groups what may share a bucket. Times are microseconds of compute from the start of the step. `stays` says
-    why its update cannot move to the next iteration; empty if it can.
+    `kind` groups what may share a bucket. Times are microseconds of compute from the start of the step; `own_us` is the
+    compute that serves this gradient alone. `stays` says why its update cannot move to the next iteration; empty if it
+    can.
     """
 
     key: str
@@ -37,17 +38,22 @@ class Gradient:
     ready_us: float = 0.0
     needed_us: float = 0.0
     update_us: float = 0.0
+    own_us: float = 0.0
     stays: str = ""
 
 
 @dataclass(frozen=True)
 class BucketPlan:
-    """One bucket: its gradients, whether its update moves to the next iteration, and why."""
+    """One bucket: its gradients, whether its update moves to the next iteration, and why.
+
+    `late` says that the backward computes its gradients last, because others are more urgent.
+    """
 
     keys: tuple[str, ...]
     num_bytes: int
     moved: bool
     reason: str
+    late: bool = False
 
 
 @dataclass(frozen=True)
@@ -70,6 +76,11 @@ class DataParallelPlan:
     def moved(self) -> tuple[int, ...]:
         """Numbers of the buckets whose update runs in the next iteration."""
         return tuple(index for index, bucket in enumerate(self.buckets) if bucket.moved)
+
+    @property
+    def late(self) -> tuple[int, ...]:
+        """Numbers of the buckets whose gradients are computed last."""
+        return tuple(index for index, bucket in enumerate(self.buckets) if bucket.late)
 
     def to_json(self) -> str:
         """The plan as text, the same for equal plans."""
@@ -148,10 +159,11 @@ def _bucket(gradients: list[Gradient], wanted: Callable[[str], str | None]) -> B
 
 @dataclass(frozen=True)
 class _Candidate:
-    """One way to do it: buckets as gradients in issue order, which of them move, and what that takes."""
+    """One way to do it: buckets as gradients in issue order, which of them move or come late, and what that takes."""
 
     buckets: tuple[tuple[Gradient, ...], ...]
     moved: tuple[bool, ...]
+    late: tuple[bool, ...]
     timeline: Timeline
 
 
@@ -198,19 +210,42 @@ class _Search:
         return found
 
     def _candidates(self, buckets: list[tuple[Gradient, ...]]) -> list[_Candidate]:
-        in_place = self._judge(buckets, [False] * len(buckets))
+        num_buckets = len(buckets)
+        order = list(range(num_buckets))
+        in_place = self._judge(buckets, order, [False] * num_buckets)
         movable = [not any(gradient.stays for gradient in bucket) for bucket in buckets]
         if not any(movable):
             return [in_place]
-        candidates = [in_place, self._judge(buckets, movable)]
-        if len({gradient.kind.rpartition("/")[2] for bucket in buckets for gradient in bucket}) == 1:
-            order = order_by_need(self._messages(buckets, movable))
-            candidates.append(self._judge([buckets[index] for index in order], [movable[index] for index in order]))
+        candidates = [in_place, self._judge(buckets, order, movable)]
+        waves = {gradient.kind.rpartition("/")[2] for bucket in buckets for gradient in bucket}
+        if len(waves) == 1:
+            messages = self._messages(buckets, movable)
+            order = order_by_need(messages)
+            candidates.append(self._judge(buckets, order, movable))
+            last_ready = max(range(num_buckets), key=lambda index: messages[index].ready_us)
+            overtaken = [index for index in order[order.index(last_ready) + 1 :] if movable[index]]
+            candidates += [self._with_late(buckets, movable, overtaken[at:]) for at in range(len(overtaken))]
         return candidates
 
-    def _judge(self, buckets: Sequence[tuple[Gradient, ...]], moved: Sequence[bool]) -> _Candidate:
-        timeline = simulate(self._messages(buckets, moved), self.facts.compute_us)
-        return _Candidate(tuple(buckets), tuple(moved), timeline)
+    def _with_late(self, buckets: list[tuple[Gradient, ...]], movable: list[bool], late: list[int]) -> _Candidate:
+        """Compute last what has to wait for the link anyway; the most urgent gradients come earlier that way."""
+        own_us = [sum(gradient.own_us for gradient in bucket) for bucket in buckets]
+        messages = delayed(self._messages(buckets, movable), own_us, late, self.facts.compute_us)
+        rest = [index for index in order_by_need(messages) if index not in late]
+        return self._judge(buckets, [*rest, *late], movable, late)
+
+    def _judge(
+        self, buckets: list[tuple[Gradient, ...]], order: list[int], moved: list[bool], late: Sequence[int] = ()
+    ) -> _Candidate:
+        own_us = [sum(gradient.own_us for gradient in bucket) for bucket in buckets]
+        messages = delayed(self._messages(buckets, moved), own_us, late, self.facts.compute_us)
+        timeline = simulate([messages[index] for index in order], self.facts.compute_us)
+        return _Candidate(
+            tuple(buckets[index] for index in order),
+            tuple(moved[index] for index in order),
+            tuple(index in late for index in order),
+            timeline,
+        )
 
     def _messages(self, buckets: Sequence[tuple[Gradient, ...]], moved: Sequence[bool]) -> list[Message]:
         return [
@@ -230,7 +265,9 @@ class _Search:
         for index in range(len(best.buckets)):
             if best.moved[index]:
                 moved = [flag and position != index for position, flag in enumerate(best.moved)]
-                without = self._judge(best.buckets, moved)
+                order = list(range(len(best.buckets)))
+                late = [position for position in order if best.late[position]]
+                without = self._judge(list(best.buckets), order, moved, late)
                 best = without if without.timeline.period_us <= limit_us else best
         return best
 
@@ -250,4 +287,5 @@ class _Search:
                 f"stays: arrives {abs(late_us) / 1e3:.1f} ms {'before' if late_us < 0 else 'after'} the end of the "
             )
             reason += "backward; moving it would not shorten the step"
-        return BucketPlan(tuple(gradient.key for gradient in bucket), num_bytes, is_moved, reason)
+        keys = tuple(gradient.key for gradient in bucket)
+        return BucketPlan(keys, num_bytes, is_moved, reason, late=best.late[index])

@@ -11,7 +11,7 @@ forward runs, and that is the whole point.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 # After this many iterations the simulated step repeats itself.
 _NUM_ITERATIONS = 4
@@ -106,6 +106,26 @@ class _Stream:
 
     def spend(self, time_us: float) -> None:
         self.now += time_us
+
+
+def delayed(
+    messages: Sequence[Message], own_us: Sequence[float], late: Sequence[int], compute_us: float
+) -> list[Message]:
+    """The messages if the gradients of `late` ones are computed last, in that order.
+
+    `own_us` is the compute that serves a message's gradients alone (the products that give weight gradients): the rest
+    of the backward does not need it, so it may come at the end, and everything else comes earlier by as much.
+    """
+    moment = compute_us - sum(own_us[index] for index in late)
+    ready: dict[int, float] = {}
+    for index in late:
+        moment += own_us[index]
+        ready[index] = moment
+    for index, message in enumerate(messages):
+        if index not in ready:
+            before = (other for other in late if messages[other].ready_us <= message.ready_us)
+            ready[index] = message.ready_us - sum(own_us[other] for other in before)
+    return [replace(message, ready_us=ready[index]) for index, message in enumerate(messages)]
 
 
 def order_by_need(messages: Sequence[Message]) -> list[int]:

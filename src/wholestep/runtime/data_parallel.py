@@ -133,7 +133,7 @@ class Replicas:
             AllReduce(group=self.ranks.name, world=self.ranks.world, average=plan.average),
             Bucket(groups=groups),
             SplitOptimizer(),
-            Overlap(),
+            Overlap(late=" ".join(map(str, plan.late))),
             Rotate(buckets=" ".join(map(str, plan.moved))),
         ]
 
