@@ -17,10 +17,10 @@ export PYRIGHT_PYTHON_IGNORE_WARNINGS := 1
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup demo test test-slow lint format bench gpu clean
+.PHONY: help setup demo test test-slow test-root lint format bench bench-parallel gpu clean
 
 help: ## Show this list
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-14s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 setup: $(STAMP) ## Create .venv with everything pinned (does nothing when up to date)
 
@@ -61,6 +61,12 @@ format: setup ## Rewrite the sources in house style
 
 bench: setup ## Measure the overhead of a compiled step against eager
 	@$(BIN)/python -m benchmarks.overhead $(ARGS)
+
+bench-parallel: setup ## Measure data parallel steps against DDP over slow links (root on Linux)
+	@$(BIN)/python -m benchmarks.data_parallel --only peers compiled ours $(ARGS)
+
+test-root: setup ## Run the tests that need root (network namespaces)
+	@$(PYTEST) -m "root and not gpu" $(ARGS)
 
 gpu: ## Run the GPU tests, then the GPU benchmarks where there are some
 	@PYTHONPATH=src:vendor $(GPU_PYTHON) -m pytest -m gpu tests/gpu $(ARGS)
