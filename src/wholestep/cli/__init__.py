@@ -1,4 +1,4 @@
-"""The command line: `wholestep <command>`. Exit codes: 0 fine, 1 a check failed, 2 wrong usage."""
+"""The command line: `wholestep <command>`. Exit codes: 0 fine, 1 a check failed, 2 wrong usage, 130 interrupted."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from wholestep.cli import demo
 from wholestep.errors import WholestepError
 
 EXIT_FAILED = 1
+EXIT_INTERRUPTED = 130
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -25,6 +26,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except WholestepError as error:
         print(f"wholestep: {error}", file=sys.stderr)
         return EXIT_FAILED
+    except KeyboardInterrupt:
+        print("wholestep: interrupted", file=sys.stderr)
+        return EXIT_INTERRUPTED
 
 
 def _parser() -> argparse.ArgumentParser:

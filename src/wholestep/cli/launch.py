@@ -30,7 +30,7 @@ def launch(command: Sequence[str], num_ranks: int) -> int:
     and stderr, the others are silent. Whatever ends this process ends the ranks (see `end_with_launcher`). Raises
     `RankError` with the rank and its own words if one fails.
     """
-    with tempfile.TemporaryDirectory(prefix="wholestep-ranks-") as name, contextlib.ExitStack() as stack:
+    with tempfile.TemporaryDirectory(prefix="wholestep-launch-") as name, contextlib.ExitStack() as stack:
         folder = Path(name)
         ranks = [stack.enter_context(_started(command, rank, num_ranks, folder)) for rank in range(num_ranks)]
         codes = _wait(ranks)
@@ -65,9 +65,7 @@ def end_with_launcher() -> None:
 
 
 @contextlib.contextmanager
-def _started(
-    command: Sequence[str], rank: int, num_ranks: int, folder: Path
-) -> Generator[subprocess.Popen[bytes]]:
+def _started(command: Sequence[str], rank: int, num_ranks: int, folder: Path) -> Generator[subprocess.Popen[bytes]]:
     """A rank's process; it is dead behind the block."""
     environment = {
         **os.environ,
@@ -109,7 +107,7 @@ def _wait(ranks: Sequence[subprocess.Popen[bytes]]) -> list[int | None]:
 
 
 def _failed_at(folder: Path, rank: int, code: int | None) -> float:
-    """When a rank failed. One that was killed comes first: it had no time to tell, and the others fail because of it."""
+    """When a rank failed. One that was killed comes first: it could not tell, and the others fail because of it."""
     told = folder / f"error{rank}"
     if (code or 0) < 0:
         return 0.0

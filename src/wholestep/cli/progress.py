@@ -15,10 +15,16 @@ from wholestep._settings import Settings
 _NUM_PLAIN_LINES = 8
 
 
+def say(text: str) -> None:
+    """A line about what is going on, unless progress is switched off."""
+    if Settings.from_environ().progress is not False:
+        print(text, file=sys.stderr, flush=True)
+
+
 @contextlib.contextmanager
-def training_progress(title: str, num_steps: int) -> Generator[Callable[[float], None]]:
+def training_progress(title: str, num_steps: int, *, is_shown: bool = True) -> Generator[Callable[[float], None]]:
     """Yields what to call with the loss after each step. `WHOLESTEP_PROGRESS` switches it off, or forces the bar."""
-    wanted = Settings.from_environ().progress
+    wanted = Settings.from_environ().progress if is_shown else False
     console = Console(file=sys.stderr, force_terminal=True if wanted else None)
     if wanted is False:
         yield lambda loss: None

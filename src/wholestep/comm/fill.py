@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -14,6 +15,9 @@ from wholestep.graph import Phase, StepGraph, ops
 from wholestep.passes.base import Pass, register
 
 aten = torch.ops.aten
+
+# What torch's allocators give fresh memory.
+_ALIGNMENT_BYTES = 64
 
 
 @register
@@ -27,7 +31,9 @@ class FillBuckets(Pass):
     cat = aten.cat([mm.view(12), sum])        ->   part_1 = bucket[12:15]; sum = aten.sum.out(dy, [0], out=part_1)
     all_reduce = all_reduce_(cat, ...)             all_reduce = all_reduce_(bucket, ...)
     ```
-    A gradient whose op cannot write to given memory, or that somebody else reads, is copied in as soon as it is there.
+    A gradient whose op cannot write to given memory, or that somebody else reads, is copied in as soon as it is there;
+    so is one whose place in the bucket is not aligned like fresh memory, since matrix products may round differently
+    there.
     """
 
     name: ClassVar[str] = "fill_buckets"
@@ -43,7 +49,9 @@ class FillBuckets(Pass):
 
 def _fill(graph: StepGraph, cat: fx.Node) -> None:
     pieces: list[fx.Node] = list(cat.args[0])  # pyright: ignore[reportArgumentType, reportAssignmentType]
-    makers = [_maker(piece) for piece in pieces]
+    starts = list(itertools.accumulate((piece.meta["val"].numel() for piece in pieces), initial=0))
+    aligned = [start * cat.meta["val"].element_size() % _ALIGNMENT_BYTES == 0 for start in starts]
+    makers = [_maker(piece) if fits else None for piece, fits in zip(pieces, aligned, strict=False)]
     if all(chain is None for chain in makers):
         return
     value: torch.Tensor = cat.meta["val"]
@@ -51,16 +59,13 @@ def _fill(graph: StepGraph, cat: fx.Node) -> None:
     options = {"dtype": value.dtype, "device": value.device, "pin_memory": False}
     place = {"before": first} if first.op == "call_function" else {"after": first}
     bucket = graph.insert(aten.empty.memory_format, ([value.numel()],), options, like=cat, phase=Phase.COMM, **place)
-    start = 0
-    for piece, chain in zip(pieces, makers, strict=True):
-        end = start + piece.meta["val"].numel()
+    for piece, chain, start, end in zip(pieces, makers, starts, starts[1:], strict=False):
         if chain is None:
             part = graph.insert(aten.slice.Tensor, (bucket, 0, start, end), like=piece, before=cat, phase=Phase.COMM)
             copied = graph.insert(aten.copy_.default, (part, piece), like=piece, after=part, phase=Phase.COMM)
             _raise_to(piece, [part, copied], bucket)
         else:
             _write_into(graph, chain, bucket, start, end)
-        start = end
     graph.replace({cat: bucket})
     for chain in makers:
         for node in chain or ():

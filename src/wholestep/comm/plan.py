@@ -19,6 +19,7 @@ from wholestep.cost import Link
 # Buckets below this are all latency.
 _SMALLEST_BYTES = MEGABYTE // 4
 _FIRST_BYTES = MEGABYTE
+_ALIGNMENT_BYTES = 64
 # A plan must shorten the step by this share to be worth more buckets or more moves.
 _WORTHWHILE = 0.002
 
@@ -154,7 +155,14 @@ def _bucket(gradients: list[Gradient], wanted: Callable[[str], str | None]) -> B
     stays = next((gradient.stays for gradient in gradients if gradient.stays), "") or wanted(gradients[0].key) or ""
     num_bytes = sum(gradient.num_bytes for gradient in gradients)
     reason = f"stays: {stays}" if stays else "moves: asked for by cross_iteration"
-    return BucketPlan(tuple(gradient.key for gradient in gradients), num_bytes, not stays, reason)
+    return BucketPlan(_keys(gradients), num_bytes, not stays, reason)
+
+
+def _keys(gradients: Sequence[Gradient]) -> tuple[str, ...]:
+    """A bucket's gradients in the order in which they lie in it: odd sizes last, so that the others are aligned."""
+    return tuple(
+        gradient.key for gradient in sorted(gradients, key=lambda each: each.num_bytes % _ALIGNMENT_BYTES != 0)
+    )
 
 
 @dataclass(frozen=True)
@@ -287,5 +295,4 @@ class _Search:
                 f"stays: arrives {abs(late_us) / 1e3:.1f} ms {'before' if late_us < 0 else 'after'} the end of the "
             )
             reason += "backward; moving it would not shorten the step"
-        keys = tuple(gradient.key for gradient in bucket)
-        return BucketPlan(keys, num_bytes, is_moved, reason, late=best.late[index])
+        return BucketPlan(_keys(bucket), num_bytes, is_moved, reason, late=best.late[index])

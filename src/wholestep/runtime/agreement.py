@@ -32,12 +32,15 @@ class Ranks:
     group: dist.ProcessGroup
     rank: int
     world: int
-    topic: str
+    number: int
     timeout_s: float
 
     @staticmethod
-    def of(group: dist.ProcessGroup, topic: str, timeout_s: float) -> Ranks:
-        return Ranks(group, dist.get_rank(group), dist.get_world_size(group), topic, timeout_s)
+    def of(group: dist.ProcessGroup, timeout_s: float) -> Ranks:
+        """For the next step that is to run on this group: the first, second, ... on every rank talk to each other."""
+        rank = dist.get_rank(group)
+        number = _torch.group_store(group).add(f"wholestep/{group.group_name}/steps/{rank}", 1)
+        return Ranks(group, rank, dist.get_world_size(group), number, timeout_s)
 
     @property
     def name(self) -> str:
@@ -85,11 +88,11 @@ class Ranks:
                         "must call the step equally often, and its gradients must change on all ranks in the same call"
                     ) from error
                 if waited_s > _SAY_SO_AFTER_S and not has_said_so:
-                    logger.warning("waiting for rank %d to compile %s", rank, self.topic)
+                    logger.warning("waiting for rank %d to compile its step", rank)
                     has_said_so = True
 
     def _key(self, moment: str, rank: int) -> str:
-        return f"wholestep/{self.name}/{self.topic}/{moment}/{rank}"
+        return f"wholestep/{self.name}/{self.number}/{moment}/{rank}"
 
 
 def require_same(what: str, by_rank: list[Any]) -> None:
@@ -101,11 +104,11 @@ def require_same(what: str, by_rank: list[Any]) -> None:
 
 def _difference(first: Any, other: Any, rank: int) -> str:
     if isinstance(first, Mapping) and isinstance(other, Mapping):
-        keys = [key for key in {**first, **other} if first.get(key) != other.get(key)]
-        first, other, prefix = first.get(keys[0]), other.get(keys[0]), f"{keys[0]} is "
-    else:
-        prefix = ""
-    return f"{prefix}{_shown(first)} on rank 0 and {_shown(other)} on rank {rank}"
+        key = next(key for key in {**first, **other} if first.get(key) != other.get(key))
+        extra = [name for name in other if name not in first] if key not in other else []
+        instead = f", which has {extra[0]} instead" if extra else ""
+        return f"{key} is {_shown(first.get(key))} on rank 0 and {_shown(other.get(key))} on rank {rank}{instead}"
+    return f"{_shown(first)} on rank 0 and {_shown(other)} on rank {rank}"
 
 
 def _shown(value: Any) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -12,7 +13,6 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from wholestep.capture import Capture
-from wholestep.capture.binding import BufferOf, FixedTensor
 from wholestep.comm import AllReduce, Bucket, Overlap, Reducible, SplitOptimizer, reducible_gradients
 from wholestep.comm.bucket import format_groups
 from wholestep.comm.facts import gather_facts
@@ -96,7 +96,7 @@ class Replicas:
     def __init__(
         self,
         options: DataParallel,
-        topic: str,
+        name: str,
         bucket_mb: float,
         cross_iteration: str | tuple[str, ...],
         timeout_s: float,
@@ -104,21 +104,22 @@ class Replicas:
         self.options = options
         self.bucket_mb = bucket_mb
         self.cross_iteration = cross_iteration
-        self.ranks = Ranks.of(options.resolve(), topic, timeout_s)
+        self.name = name
+        self.ranks = Ranks.of(options.resolve(), timeout_s)
         self._plans: dict[str, DataParallelPlan] = {}
-        self._broadcast: set[int] = set()
+        self._broadcast: dict[int, weakref.ref[torch.Tensor]] = {}
         self._link: Link | None = None if options.link is None else Link.from_text(options.link)
 
     def prepare(self, capture_step: CaptureStep, number: int) -> tuple[Capture, StepGraph, DataParallelPlan]:
         """Capture, and find the plan for the gradients the capture has.
 
         Gradients that have been planned for need no further word between ranks: one rank may capture alone, for a batch
-        of another size. New ones have to appear on all ranks in the same call.
+        of another size. New ones, and new models, have to appear on all ranks in the same call.
         """
         with self.ranks.failing_together(f"{number}/gradients"):
             captured, graph = capture_step(frozenset())
         known = self._plans.get(_signature(reducible_gradients(graph)))
-        if known is not None:
+        if known is not None and not self._unseen(captured, SlotKind.PARAM):
             return captured, graph, known
         captured, graph = self._agree_on_gradients(capture_step, captured, graph, number)
         self._broadcast_state(captured)
@@ -153,8 +154,14 @@ class Replicas:
         self, capture_step: CaptureStep, captured: Capture, graph: StepGraph, number: int
     ) -> tuple[Capture, StepGraph]:
         """Compare options, parameters and gradients; a parameter that only other ranks use gets a gradient of zeros."""
-        mine = {"options": self._settings(), "parameters": _parameters(graph), "gradients": _names(graph)}
+        mine = {
+            "step": {"function": self.name},
+            "options": self._settings(),
+            "parameters": _parameters(captured),
+            "gradients": _names(graph),
+        }
         answers = self.ranks.exchange(f"{number}/gradients", mine)
+        require_same("the compiled steps", [answer["step"] for answer in answers])
         require_same("the options of wholestep.compile", [answer["options"] for answer in answers])
         require_same("the trainable parameters", [answer["parameters"] for answer in answers])
         everywhere = {name for answer in answers for name in answer["gradients"]}
@@ -204,17 +211,20 @@ class Replicas:
 
     def _broadcast_state(self, captured: Capture) -> None:
         """Give every rank rank 0's parameters and buffers, each once, in messages of moderate size."""
-        fresh: dict[int, torch.Tensor] = {}
-        for slot_id, where in captured.bindings.items():
-            is_kept = slot_id.startswith((f"{SlotKind.PARAM}.", f"{SlotKind.BUFFER}."))
-            if is_kept and isinstance(where, (FixedTensor, BufferOf)):
-                tensor = where.read([])
-                if id(tensor) not in self._broadcast and tensor.numel() > 0:
-                    fresh[id(tensor)] = tensor
+        fresh = self._unseen(captured, SlotKind.PARAM, SlotKind.BUFFER)
         if self.ranks.world > 1:
-            for tensors in _messages(list(fresh.values())):
+            for tensors in _messages(fresh):
                 _broadcast_together(tensors, self.ranks.group)
-        self._broadcast |= set(fresh)
+        self._broadcast |= {id(tensor): weakref.ref(tensor) for tensor in fresh}
+
+    def _unseen(self, captured: Capture, *kinds: SlotKind) -> list[torch.Tensor]:
+        """Tensors of the step that ranks have not yet been given alike."""
+        slots = captured.graph.slots_of_kind(*kinds)
+        tensors: list[torch.Tensor] = [captured.bindings[slot.id].read([]) for slot in slots]
+        known = [self._broadcast.get(id(tensor)) for tensor in tensors]
+        return [
+            t for t, seen in zip(tensors, known, strict=True) if t.numel() > 0 and (seen is None or seen() is not t)
+        ]
 
 
 def _signature(gradients: Sequence[Reducible]) -> str:
@@ -225,13 +235,11 @@ def _type(value: torch.Tensor) -> str:
     return f"{value.dtype}{tuple(value.shape)}{value.stride()}"
 
 
-def _parameters(graph: StepGraph) -> dict[str, str]:
+def _parameters(captured: Capture) -> dict[str, str]:
     """Type of each trainable parameter by name."""
-    found: dict[str, str] = {}
-    for slot_id, node in graph.placeholders().items():
-        if slot_id.startswith(f"{SlotKind.PARAM}.") and node.meta["val"].requires_grad:
-            found[graph.slots[node.name].name] = _type(node.meta["val"])
-    return found
+    slots = captured.graph.slots_of_kind(SlotKind.PARAM)
+    tensors = {slot.name: captured.bindings[slot.id].read([]) for slot in slots}
+    return {name: _type(tensor) for name, tensor in tensors.items() if tensor.requires_grad}
 
 
 def _names(graph: StepGraph) -> list[str]:

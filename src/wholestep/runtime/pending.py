@@ -9,12 +9,14 @@ not pay. The next call of the step takes the guards off and applies the updates 
 from __future__ import annotations
 
 import atexit
+import copy
 import logging
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.optim import Optimizer
 
 from wholestep.capture import source
@@ -40,7 +42,18 @@ def _apply_and_call(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dic
 
 
 class GuardedParameter(nn.Parameter):
-    """A parameter with a pending update; touching it applies the update and makes it an `nn.Parameter` again."""
+    """A parameter with a pending update; touching it applies the update and makes it an `nn.Parameter` again.
+
+    `nn.Parameter` copies and pickles itself by its type, in Python, without asking any torch function first.
+    """
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        flush_all()
+        return copy.deepcopy(self, memo)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        flush_all()
+        return self.__reduce_ex__(protocol)
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
@@ -103,7 +116,14 @@ class Pending:
             guarded = GuardedParameter if isinstance(tensor, nn.Parameter) else GuardedTensor
             tensor.__class__ = guarded  # pyright: ignore[reportAttributeAccessIssue]
         self._handles = [opt.register_state_dict_pre_hook(lambda _: self.flush()) for opt in self._optimizers]
+        self._handles.append(register_module_forward_pre_hook(self._before_forward))
         _guarding.append(self)
+
+    def _before_forward(self, module: nn.Module, _args: Any) -> None:
+        """Modules may ask for the types of their parameters before they use one (fast paths do): be plain by then."""
+        if any(type(parameter) is GuardedParameter for parameter in module.parameters()):
+            self.note_interruption(module)
+            self.flush()
 
     def release(self) -> None:
         """Take the guards off; what is pending stays pending."""
@@ -150,7 +170,7 @@ class Pending:
                 _TOO_OFTEN,
                 source.current_location() or "something",
                 self.name,
-                getattr(func, "__name__", func),
+                getattr(func, "__name__", type(func).__name__),
             )
 
 

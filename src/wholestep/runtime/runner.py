@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import gc
-import itertools
 import logging
 import time
 from collections.abc import Callable, Generator
@@ -76,9 +75,6 @@ def _local_moves(cross_iteration: str | tuple[str, ...]) -> list[Pass]:
     return [SplitOptimizer(apart=names), Rotate(names=names)] if names else [Rotate()]
 
 
-_numbers = itertools.count()
-
-
 class StepRunner:
     """A train step that captures itself on the first call and runs its graph from then on.
 
@@ -97,7 +93,6 @@ class StepRunner:
         self._reasons: list[str] = []
         self._static_only = False
         self._replicas: Replicas | None = None
-        self._number = next(_numbers)
         self._num_attempts = 0
         self._takes_last = discover.has_argument(function, "last")
 
@@ -224,7 +219,7 @@ class StepRunner:
         if self._replicas is None:
             self._replicas = Replicas(
                 options,
-                f"{self._number}.{self._name}",
+                self._name,
                 self.options.bucket_mb,
                 self.options.cross_iteration,
                 self.options.agreement_timeout_s,
