@@ -27,12 +27,14 @@ def write_report(comparison: Comparison, path: Path) -> Path:
     """The report about the compiled step, with the comparison on top."""
     losses = [Series(name, tuple(side.losses)) for name, side in comparison.sides.items()]
     chart = line_chart(losses, title="Training loss", x_label="step")
-    verdict = "The trainings agree." if comparison.agrees else "The losses differ: this is a bug, please report it."
     notes = [Prose(note) for note in _notes(comparison)]
     return (
         step_report(comparison.main.compiled)
         .before(
-            Section("Compared with eager", (Prose(verdict), Table(_columns(comparison), _rows(comparison)), *notes)),
+            Section(
+                "Compared with eager",
+                (Prose(_verdict(comparison)), Table(_columns(comparison), _rows(comparison)), *notes),
+            ),
             *_other_plans(comparison),
             Section("Loss", (Figure(chart, "A character GPT on the text of Python's own help pages"),)),
         )
@@ -62,7 +64,7 @@ def print_result(comparison: Comparison, path: Path, seconds: float, *, as_json:
             _print_wrapped(console, reason, indent="  ")
     for note in _notes(comparison):
         _print_wrapped(console, note)
-    console.print("losses agree" if comparison.agrees else "LOSSES DIFFER: please report this", markup=False)
+    _print_wrapped(console, _verdict(comparison))
     console.print(f"report: {path} ({seconds:.0f} s in all)", markup=False, soft_wrap=True)
 
 
@@ -70,6 +72,14 @@ def _print_wrapped(console: Console, text: str, indent: str = "") -> None:
     behind = indent * 2
     lines = textwrap.fill(text, console.width, initial_indent=indent, subsequent_indent=behind, break_long_words=False)
     console.print(lines, markup=False, soft_wrap=True)
+
+
+def _verdict(comparison: Comparison) -> str:
+    if not comparison.agrees:
+        return "LOSSES DIFFER: this is a bug, please report it."
+    if all(gap.loss == gap.parameters == 0 for gap in comparison.differences.values()):
+        return "Losses at every step and parameters at the end are equal, bit for bit."
+    return "Losses agree."
 
 
 def _columns(comparison: Comparison) -> tuple[str, ...]:

@@ -9,17 +9,21 @@ import dataclasses
 import hashlib
 import json
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from wholestep.comm.bucket import MEGABYTE, fill_buckets
 from wholestep.comm.timeline import Message, Timeline, delayed, order_by_need, simulate
 from wholestep.cost import Link
+from wholestep.errors import PassError
 
 # Buckets below this are all latency.
 _SMALLEST_BYTES = MEGABYTE // 4
 _FIRST_BYTES = MEGABYTE
 _ALIGNMENT_BYTES = 64
+# Figures are never exact, and compute shares the machine with communication: a plan is also judged with the link so
+# much slower than it was measured.
+_SLOWER = 1.3
 # A plan must shorten the step by this share to be worth more buckets or more moves.
 _WORTHWHILE = 0.002
 
@@ -61,8 +65,8 @@ class BucketPlan:
 class DataParallelPlan:
     """How the gradients of a step travel. Buckets are in the order in which every rank issues them.
 
-    `predicted_us` is the simulated length of a step (0 where nothing was simulated), `compute_us` that of its compute,
-    `travel_us` that of all its communication.
+    Where the step was simulated: `predicted_us` is its length, `exposed_us` what of it is waiting for communication,
+    `unmoved_us` its length if no update moved; `compute_us` is its forward and backward, `travel_us` all communication.
     """
 
     world: int
@@ -72,6 +76,8 @@ class DataParallelPlan:
     compute_us: float = 0.0
     travel_us: float = 0.0
     predicted_us: float = 0.0
+    exposed_us: float = 0.0
+    unmoved_us: float = 0.0
 
     @property
     def moved(self) -> tuple[int, ...]:
@@ -126,6 +132,7 @@ def decide(facts: Facts, *, bucket_mb: float, cross_iteration: str | Sequence[st
     limit_bytes = int(bucket_mb * MEGABYTE)
     if cross_iteration == "auto" and facts.link is not None:
         return _Search(facts, facts.link, limit_bytes).best()
+    _check_names(facts, cross_iteration)
     wanted = _wanted(cross_iteration)
     sizes = [(g.key, g.num_bytes, (g.kind, wanted(g.key) is None)) for g in facts.gradients]
     by_key = {gradient.key: gradient for gradient in facts.gradients}
@@ -133,6 +140,14 @@ def decide(facts: Facts, *, bucket_mb: float, cross_iteration: str | Sequence[st
         _bucket([by_key[key] for key in keys], wanted) for keys in fill_buckets(sizes, limit_bytes, _FIRST_BYTES)
     ]
     return DataParallelPlan(facts.world, facts.average, tuple(buckets))
+
+
+def _check_names(facts: Facts, cross_iteration: str | Sequence[str]) -> None:
+    names = () if isinstance(cross_iteration, str) else tuple(cross_iteration)
+    keys = [gradient.key for gradient in facts.gradients]
+    for name in names:
+        if not any(key == name or key.startswith((f"{name}.", f"{name}#")) for key in keys):
+            raise PassError(f"cross_iteration names '{name}', but no parameter or module of that name gets a gradient")
 
 
 def _wanted(cross_iteration: str | Sequence[str]) -> Callable[[str], str | None]:
@@ -173,6 +188,7 @@ class _Candidate:
     moved: tuple[bool, ...]
     late: tuple[bool, ...]
     timeline: Timeline
+    cost_us: float
 
 
 class _Search:
@@ -189,7 +205,7 @@ class _Search:
         candidates = [candidate for buckets in self._bucketings() for candidate in self._candidates(buckets)]
         best = candidates[0]
         for candidate in candidates[1:]:
-            if candidate.timeline.period_us < best.timeline.period_us * (1 - _WORTHWHILE):
+            if candidate.cost_us < best.cost_us * (1 - _WORTHWHILE):
                 best = candidate
         best = self._without_idle_moves(best)
         buckets = tuple(self._plan(best, index) for index in range(len(best.buckets)))
@@ -201,6 +217,8 @@ class _Search:
             compute_us=round(self.facts.compute_us, 1),
             travel_us=round(sum(self.link.time_us(bucket.num_bytes) for bucket in buckets), 1),
             predicted_us=round(best.timeline.period_us, 1),
+            exposed_us=round(sum(best.timeline.exposed_us), 1),
+            unmoved_us=round(candidates[0].timeline.period_us, 1),
         )
 
     def _bucketings(self) -> list[list[tuple[Gradient, ...]]]:
@@ -239,20 +257,23 @@ class _Search:
         """Compute last what has to wait for the link anyway; the most urgent gradients come earlier that way."""
         own_us = [sum(gradient.own_us for gradient in bucket) for bucket in buckets]
         messages = delayed(self._messages(buckets, movable), own_us, late, self.facts.compute_us)
-        rest = [index for index in order_by_need(messages) if index not in late]
-        return self._judge(buckets, [*rest, *late], movable, late)
+        order = order_by_need(messages)
+        return self._judge(buckets, order, movable, [index for index in order if index in late])
 
     def _judge(
         self, buckets: list[tuple[Gradient, ...]], order: list[int], moved: list[bool], late: Sequence[int] = ()
     ) -> _Candidate:
         own_us = [sum(gradient.own_us for gradient in bucket) for bucket in buckets]
         messages = delayed(self._messages(buckets, moved), own_us, late, self.facts.compute_us)
-        timeline = simulate([messages[index] for index in order], self.facts.compute_us)
+        in_order = [messages[index] for index in order]
+        timeline = simulate(in_order, self.facts.compute_us)
+        slower = simulate([replace(m, travel_us=_SLOWER * m.travel_us) for m in in_order], self.facts.compute_us)
         return _Candidate(
             tuple(buckets[index] for index in order),
             tuple(moved[index] for index in order),
             tuple(index in late for index in order),
             timeline,
+            timeline.period_us + slower.period_us,
         )
 
     def _messages(self, buckets: Sequence[tuple[Gradient, ...]], moved: Sequence[bool]) -> list[Message]:
@@ -269,14 +290,14 @@ class _Search:
 
     def _without_idle_moves(self, best: _Candidate) -> _Candidate:
         """Take back moves that gain nothing: what can stay in its iteration stays there."""
-        limit_us = best.timeline.period_us * (1 + _WORTHWHILE)
+        limit_us = best.cost_us * (1 + _WORTHWHILE / 4)
         for index in range(len(best.buckets)):
             if best.moved[index]:
                 moved = [flag and position != index for position, flag in enumerate(best.moved)]
                 order = list(range(len(best.buckets)))
                 late = [position for position in order if best.late[position]]
                 without = self._judge(list(best.buckets), order, moved, late)
-                best = without if without.timeline.period_us <= limit_us else best
+                best = without if without.cost_us <= limit_us else best
         return best
 
     def _plan(self, best: _Candidate, index: int) -> BucketPlan:

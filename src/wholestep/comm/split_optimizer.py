@@ -11,6 +11,7 @@ from typing import Any, ClassVar
 from torch import fx
 
 from wholestep.comm.optimizer_blocks import ListOp, find_list_ops
+from wholestep.errors import PassError
 from wholestep.graph import SlotKind, StepGraph, ops
 from wholestep.passes.base import Pass, register
 
@@ -65,6 +66,9 @@ def bucket_of_parameters(graph: StepGraph) -> dict[str, int]:
 def named_parameters(graph: StepGraph, names: Sequence[str]) -> list[str]:
     """Parameters called by name or by the name of a module they belong to."""
     parameters = [slot.name for slot in graph.slots_of_kind(SlotKind.PARAM)]
+    for wanted in names:
+        if not any(name == wanted or name.startswith(f"{wanted}.") for name in parameters):
+            raise PassError(f"there is no parameter or module '{wanted}' in this step")
     return [name for name in parameters if any(name == wanted or name.startswith(f"{wanted}.") for wanted in names)]
 
 

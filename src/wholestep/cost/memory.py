@@ -16,7 +16,7 @@ from torch import fx
 from torch.fx.node import map_arg
 
 from wholestep import _torch
-from wholestep.graph import Phase, Slot, StepGraph, ops
+from wholestep.graph import Phase, Slot, SlotKind, StepGraph, ops
 
 # They read as many elements of their first argument as they return, not all of it.
 _GATHERING = frozenset({"embedding", "gather", "index", "index_select"})
@@ -148,9 +148,10 @@ class MemoryProfile:
 def profile_memory(graph: StepGraph) -> MemoryProfile:
     """Simulate the graph in its execution order.
 
-    A value lives from the node that makes it to the last use of any alias; slots live throughout, what the graph
-    returns to the end. Not known here and not counted: workspace that a kernel allocates for itself, and what fused
-    LSTM kernels on the CPU keep for their backward (its fake value is empty).
+    A value lives from the node that makes it to the last use of any alias; slots live throughout (but for what the call
+    before has left: that goes once it is used), what the graph returns to the end. Not known here and not counted:
+    workspace that a kernel allocates for itself, and what fused LSTM kernels on the CPU keep for their backward (its
+    fake value is empty).
     """
     storages = _Storages.of(graph)
     live = {key: owner for key, owner in storages.owner.items() if owner.op == "placeholder"}
@@ -204,7 +205,8 @@ class _Storages:
         for node in graph.nodes:
             storages._add(node)
         for key, node in storages.last_use.items():
-            if storages.owner[key].op != "placeholder":
+            slot = graph.slot_of(storages.owner[key])
+            if slot is None or slot.kind is SlotKind.CARRY:
                 storages._dead.setdefault(node, []).append(key)
         return storages
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
@@ -12,6 +13,8 @@ from wholestep.errors import PassError
 from wholestep.graph import Phase, StepGraph, ops
 from wholestep.iteration.moves import absorbed, cannot_move, leaf_closure, move_to_next_iteration
 from wholestep.passes.base import Pass, register
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, eq=False)
@@ -79,8 +82,8 @@ class Rotate(Pass):
 
     `buckets` is `"all"` (whatever may move), empty (none), or the numbers of buckets: `"0 2 3"`. The pass only notes on
     the nodes where they run; `iteration.derive` makes the graphs of the loop from that. Asking by number for a bucket
-    that cannot move raises `PassError` with the reason. Where nothing travels, `names` limits the move to the updates
-    of some parameters or modules.
+    that cannot move raises `PassError` with the reason, or with `strict=false` leaves it where it is. Where nothing
+    travels, `names` limits the move to the updates of some parameters or modules.
     """
 
     name: ClassVar[str] = "rotate"
@@ -88,6 +91,7 @@ class Rotate(Pass):
 
     buckets: str = "all"
     names: str = ""
+    strict: bool = True
 
     def apply(self, graph: StepGraph) -> StepGraph:
         chosen = self._chosen(update_blocks(graph, self.names.split()))
@@ -104,14 +108,19 @@ class Rotate(Pass):
         wanted = {int(text) for text in self.buckets.split()}
         chosen = [block for block in blocks if wanted & set(block.buckets)]
         known = {bucket for block in blocks for bucket in block.buckets}
-        for block in chosen:
-            missing = set(block.buckets) - wanted
-            if block.problem or missing:
-                why = block.problem or f"its update also needs bucket {min(missing)}, which is to stay"
-                raise PassError(f"bucket {block.buckets[0]} cannot move to the next iteration: {why}")
         if wanted - known:
             raise PassError(f"there is no bucket {min(wanted - known)}; this step has {len(known)}")
-        return chosen
+        movable: list[UpdateBlock] = []
+        for block in chosen:
+            missing = set(block.buckets) - wanted
+            why = block.problem or (f"its update also needs bucket {min(missing)}, which is to stay" if missing else "")
+            if why and self.strict:
+                raise PassError(f"bucket {block.buckets[0]} cannot move to the next iteration: {why}")
+            if why:
+                logger.info("bucket %d stays in its iteration: %s", block.buckets[0], why)
+            else:
+                movable.append(block)
+        return movable
 
 
 def _units(graph: StepGraph, blocks: list[set[fx.Node]], along: set[fx.Node]) -> list[list[fx.Node]]:

@@ -135,7 +135,7 @@ class Replicas:
             Bucket(groups=groups),
             SplitOptimizer(),
             Overlap(late=" ".join(map(str, plan.late))),
-            Rotate(buckets=" ".join(map(str, plan.moved))),
+            Rotate(buckets=" ".join(map(str, plan.moved)), strict=False),
         ]
 
     def average_gradients(self, captured: Capture, plan: DataParallelPlan) -> None:
@@ -194,8 +194,7 @@ class Replicas:
                     is_measured=self.options.op_times == "measured",
                 ).to_dict()
             answers = self.ranks.exchange(f"{number}/facts", facts)
-        cross_iteration = "none" if self.cross_iteration == "auto" and not is_auto else self.cross_iteration
-        plan = decide(Facts.from_dict(answers[0]), bucket_mb=self.bucket_mb, cross_iteration=cross_iteration)
+        plan = decide(Facts.from_dict(answers[0]), bucket_mb=self.bucket_mb, cross_iteration=self.cross_iteration)
         require_same("the plans", self.ranks.exchange(f"{number}/plan", plan.fingerprint))
         return plan
 

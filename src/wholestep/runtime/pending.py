@@ -16,7 +16,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.optim import Optimizer
 
 from wholestep.capture import source
@@ -72,7 +71,8 @@ class Pending:
     """What one graph has left for its next call.
 
     `carries` are the values carried over, by slot id. `apply` is given the numbers of the blocks still to be applied,
-    runs them and writes their results; `tensors` lists what they change or look at.
+    runs them and writes their results; `tensors` lists what they change or look at. `modules` are those that ask for
+    the types of their parameters before they use one: what is pending is applied when they are called.
     """
 
     def __init__(
@@ -83,6 +83,7 @@ class Pending:
         apply: Callable[[frozenset[int]], None],
         tensors: Callable[[], list[torch.Tensor]],
         optimizers: Sequence[Optimizer],
+        modules: Sequence[nn.Module],
     ) -> None:
         self.name = name
         self.carries: dict[str, Any] = {}
@@ -92,6 +93,7 @@ class Pending:
         self._apply = apply
         self._tensors = tensors
         self._optimizers = optimizers
+        self._modules = modules
         self._guarded: list[tuple[torch.Tensor, type]] = []
         self._handles: list[Any] = []
         self._num_interruptions = 0
@@ -116,14 +118,12 @@ class Pending:
             guarded = GuardedParameter if isinstance(tensor, nn.Parameter) else GuardedTensor
             tensor.__class__ = guarded  # pyright: ignore[reportAttributeAccessIssue]
         self._handles = [opt.register_state_dict_pre_hook(lambda _: self.flush()) for opt in self._optimizers]
-        self._handles.append(register_module_forward_pre_hook(self._before_forward))
+        self._handles += [module.register_forward_pre_hook(self._before_forward) for module in self._modules]
         _guarding.append(self)
 
     def _before_forward(self, module: nn.Module, _args: Any) -> None:
-        """Modules may ask for the types of their parameters before they use one (fast paths do): be plain by then."""
-        if any(type(parameter) is GuardedParameter for parameter in module.parameters()):
-            self.note_interruption(module)
-            self.flush()
+        self.note_interruption(module)
+        self.flush()
 
     def release(self) -> None:
         """Take the guards off; what is pending stays pending."""
@@ -160,7 +160,7 @@ class Pending:
         """The next call came before anybody looked."""
         self._num_interruptions = 0
 
-    def note_interruption(self, func: Callable[..., Any]) -> None:
+    def note_interruption(self, func: object) -> None:
         """Somebody looked; if that happens after every step, nothing is ever hidden, which they should know."""
         self._num_interruptions += 1
         if self._num_interruptions == _TOO_OFTEN:

@@ -7,6 +7,7 @@ from functools import cached_property
 from typing import Any
 
 import torch
+from torch import nn
 
 from wholestep.capture import Capture
 from wholestep.capture.binding import Binding, Carried
@@ -39,7 +40,13 @@ class Rotation:
         self._finish = finish
         self._blocks = frozenset(node.meta["next_iteration"] for node in moved_nodes(graph))
         self.pending = Pending(
-            name, self._blocks, _carried_by(graph), self._apply, self._targets, optimizers=capture.stepped
+            name,
+            self._blocks,
+            _carried_by(graph),
+            self._apply,
+            self._targets,
+            optimizers=capture.stepped,
+            modules=_asking_modules(capture),
         )
         carries = {
             Slot(SlotKind.CARRY, node.name).id: Carried(self.pending.carries, Slot(SlotKind.CARRY, node.name).id)
@@ -83,7 +90,7 @@ class Rotation:
 
     @cached_property
     def _whole(self) -> Executable:
-        return self._executable(self._source.copy() if self._blocks else self._source, "step")
+        return self._executable(self._source.copy(), "step")
 
     @cached_property
     def _cleanup(self) -> Executable:
@@ -113,6 +120,12 @@ class Rotation:
             id(value): value for where in self._target_bindings if isinstance(value := where.read([]), torch.Tensor)
         }
         return list(values.values())
+
+
+def _asking_modules(capture: Capture) -> list[nn.Module]:
+    """Modules that look at the types of their parameters before they use one, to choose a fast path."""
+    kinds = (nn.TransformerEncoder, nn.TransformerEncoderLayer, nn.MultiheadAttention)
+    return [module for root in capture.found.modules.values() for module in root.modules() if isinstance(module, kinds)]
 
 
 def _carried_by(graph: StepGraph) -> dict[str, frozenset[int]]:
