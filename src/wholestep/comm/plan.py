@@ -21,9 +21,10 @@ from wholestep.errors import PassError
 _SMALLEST_BYTES = MEGABYTE // 4
 _FIRST_BYTES = MEGABYTE
 _ALIGNMENT_BYTES = 64
-# Figures are never exact, and compute shares the machine with communication: a plan is also judged with the link so
-# much slower than it was measured.
+# Figures are never exact, compute shares the machine with communication, and no two ranks are equally fast all the
+# time: a plan is also judged with the link so much slower, and with another rank so much of a step behind.
 _SLOWER = 1.3
+_SKEW = 0.06
 # A plan must shorten the step by this share to be worth more buckets or more moves.
 _WORTHWHILE = 0.002
 
@@ -180,6 +181,19 @@ def _keys(gradients: Sequence[Gradient]) -> tuple[str, ...]:
     )
 
 
+def _late_sets(messages: Sequence[Message], order: Sequence[int]) -> list[list[int]]:
+    """Messages whose gradients might be computed last: some that others overtake anyway, some that are needed last."""
+    last_ready = max(order, key=lambda index: messages[index].ready_us)
+    overtaken = [index for index in order[order.index(last_ready) + 1 :] if messages[index].moved]
+    sets = [overtaken[at:] for at in range(len(overtaken))]
+    by_need = sorted((i for i in order if messages[i].moved and i != last_ready), key=lambda i: messages[i].needed_us)
+    for share in (0.05, 0.1, 0.15, 0.2, 0.3):
+        length = max(1, round(share * len(by_need)))
+        for start in (len(by_need) - length, len(by_need) // 2, len(by_need) // 4):
+            sets.append(by_need[max(0, start) : max(0, start) + length])
+    return [late for late in sets if late]
+
+
 @dataclass(frozen=True)
 class _Candidate:
     """One way to do it: buckets as gradients in issue order, which of them move or come late, and what that takes."""
@@ -248,9 +262,7 @@ class _Search:
             messages = self._messages(buckets, movable)
             order = order_by_need(messages)
             candidates.append(self._judge(buckets, order, movable))
-            last_ready = max(range(num_buckets), key=lambda index: messages[index].ready_us)
-            overtaken = [index for index in order[order.index(last_ready) + 1 :] if movable[index]]
-            candidates += [self._with_late(buckets, movable, overtaken[at:]) for at in range(len(overtaken))]
+            candidates += [self._with_late(buckets, movable, late) for late in _late_sets(messages, order)]
         return candidates
 
     def _with_late(self, buckets: list[tuple[Gradient, ...]], movable: list[bool], late: list[int]) -> _Candidate:
@@ -268,12 +280,13 @@ class _Search:
         in_order = [messages[index] for index in order]
         timeline = simulate(in_order, self.facts.compute_us)
         slower = simulate([replace(m, travel_us=_SLOWER * m.travel_us) for m in in_order], self.facts.compute_us)
+        skewed = simulate(in_order, self.facts.compute_us, skew_us=_SKEW * self.facts.compute_us)
         return _Candidate(
             tuple(buckets[index] for index in order),
             tuple(moved[index] for index in order),
             tuple(index in late for index in order),
             timeline,
-            timeline.period_us + slower.period_us,
+            timeline.period_us + slower.period_us + skewed.period_us,
         )
 
     def _messages(self, buckets: Sequence[tuple[Gradient, ...]], moved: Sequence[bool]) -> list[Message]:

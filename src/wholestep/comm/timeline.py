@@ -46,8 +46,11 @@ class Timeline:
     exposed_us: tuple[float, ...]
 
 
-def simulate(messages: Sequence[Message], compute_us: float) -> Timeline:
-    """Run the loop until it has settled; `messages` in the order in which they are issued."""
+def simulate(messages: Sequence[Message], compute_us: float, *, skew_us: float = 0.0) -> Timeline:
+    """Run the loop until it has settled; `messages` in the order in which they are issued.
+
+    `skew_us` is how far another rank is behind this one: no message leaves before that rank has its gradients too.
+    """
     clock = link_free = 0.0
     arrived: list[float] = [0.0] * len(messages)
     timeline = Timeline(compute_us, (), (), ())
@@ -60,7 +63,7 @@ def simulate(messages: Sequence[Message], compute_us: float) -> Timeline:
             stream.run_until(moment)
             if is_ready:
                 while next_to_send < len(messages) and messages[next_to_send].ready_us <= moment:
-                    departs[next_to_send] = max(stream.now, link_free)
+                    departs[next_to_send] = max(stream.now + skew_us, link_free)
                     link_free = arrives[next_to_send] = departs[next_to_send] + messages[next_to_send].travel_us
                     next_to_send += 1
             elif iteration:
