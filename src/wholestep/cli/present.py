@@ -119,7 +119,9 @@ def _plan_rows(comparison: Comparison) -> Iterable[tuple[str, Callable[[DataPara
         ("buckets (crossing border)", lambda plan: f"{len(plan.buckets)} ({len(plan.moved)})"),
         ("compute, predicted", lambda plan: format_seconds(plan.compute_us / 1e6)),
         ("communication, predicted", lambda plan: format_seconds(plan.travel_us / 1e6)),
-        ("exposed, predicted", lambda plan: f"≤ {format_seconds(_most_exposed_s(plan))}"),
+        ("of it exposed", lambda plan: format_seconds(plan.exposed_us / 1e6)),
+        ("step, predicted", lambda plan: format_seconds(plan.predicted_us / 1e6)),
+        ("step if nothing moved, predicted", lambda plan: format_seconds(plan.unmoved_us / 1e6)),
     )
 
 
@@ -127,11 +129,6 @@ def _plan_of(side: Side) -> DataParallelPlan:
     plan = side.compiled.plan
     assert plan is not None
     return plan
-
-
-def _most_exposed_s(plan: DataParallelPlan) -> float:
-    """What the predicted step takes beyond its forward and backward: waiting for gradients, and the updates."""
-    return max(0.0, plan.predicted_us - plan.compute_us) / 1e6
 
 
 def _difference(value: float) -> str:

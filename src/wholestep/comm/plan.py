@@ -202,6 +202,7 @@ class _Candidate:
     moved: tuple[bool, ...]
     late: tuple[bool, ...]
     timeline: Timeline
+    arrives_late_us: tuple[float, ...]
     cost_us: float
 
 
@@ -286,6 +287,7 @@ class _Search:
             tuple(moved[index] for index in order),
             tuple(index in late for index in order),
             timeline,
+            tuple(map(max, slower.arrives_us, skewed.arrives_us)),
             timeline.period_us + slower.period_us + skewed.period_us,
         )
 
@@ -302,16 +304,11 @@ class _Search:
         ]
 
     def _without_idle_moves(self, best: _Candidate) -> _Candidate:
-        """Take back moves that gain nothing: what can stay in its iteration stays there."""
-        limit_us = best.cost_us * (1 + _WORTHWHILE / 4)
-        for index in range(len(best.buckets)):
-            if best.moved[index]:
-                moved = [flag and position != index for position, flag in enumerate(best.moved)]
-                order = list(range(len(best.buckets)))
-                late = [position for position in order if best.late[position]]
-                without = self._judge(list(best.buckets), order, moved, late)
-                best = without if without.cost_us <= limit_us else best
-        return best
+        """Take back moves that gain nothing: what arrives before the backward ends, even late, is applied then."""
+        pairs = zip(best.moved, best.arrives_late_us, strict=True)
+        moved = [is_moved and arrives_us > self.facts.compute_us for is_moved, arrives_us in pairs]
+        order = list(range(len(best.buckets)))
+        return self._judge(list(best.buckets), order, moved, [index for index in order if best.late[index]])
 
     def _plan(self, best: _Candidate, index: int) -> BucketPlan:
         bucket, is_moved = best.buckets[index], best.moved[index]
@@ -323,7 +320,7 @@ class _Search:
         elif is_moved and late_us > 0:
             reason = f"moves: arrives {late_us / 1e3:.1f} ms after the backward, hidden by the next forward"
         elif is_moved:
-            reason = "moves: its update runs while other buckets travel"
+            reason = f"moves: arrives only {-late_us / 1e3:.1f} ms before the end of the backward"
         else:
             reason = (
                 f"stays: arrives {abs(late_us) / 1e3:.1f} ms {'before' if late_us < 0 else 'after'} the end of the "

@@ -39,10 +39,11 @@ def _verdict(plan: DataParallelPlan) -> str:
     text += f"the updates of {len(plan.moved)} of them run in the next iteration."
     if not plan.predicted_us:
         return text
-    compute, travel, step = (format_seconds(us / 1e6) for us in (plan.compute_us, plan.travel_us, plan.predicted_us))
+    figures = (plan.compute_us, plan.travel_us, plan.exposed_us, plan.predicted_us, plan.unmoved_us)
+    compute, travel, exposed, step, unmoved = (format_seconds(us / 1e6) for us in figures)
     return (
         f"{text} Predicted for a link of {plan.link}: {compute} of forward and backward, {travel} of communication, "
-        f"{step} for a step."
+        f"{exposed} of it exposed, {step} for a step; {unmoved} if nothing moved."
     )
 
 
