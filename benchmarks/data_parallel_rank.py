@@ -51,23 +51,24 @@ class ModelSize:
     rates: tuple[str, ...]
 
 
-# The last one is the hard case: half of its bytes are one gradient, of the embedding, which is tied to the head. It is
-# complete only at the very end of the backward pass and its weight is the first one that the next step needs.
+# The same model with a large and a small batch: more and less compute for the same bytes. The last one is the hard
+# case: a third of its bytes are one gradient, of the embedding, which is tied to the head. It is complete only at the
+# very end of the backward pass and its weight is the first one that the next step needs.
 MODELS = {
-    "GPT 10M": ModelSize(
-        gpt.GPTConfig(vocab_size=2048, context=128, width=384, heads=8, layers=5),
+    "GPT 10M, batch 6x128": ModelSize(
+        gpt.GPTConfig(vocab_size=2048, context=128, width=256, heads=8, layers=12),
+        6,
+        ("unlimited", "2gbit", "1gbit", "0.7gbit", "0.5gbit"),
+    ),
+    "GPT 10M, batch 3x128": ModelSize(
+        gpt.GPTConfig(vocab_size=2048, context=128, width=256, heads=8, layers=12),
         3,
-        ("unlimited", "4gbit", "2gbit", "1gbit", "0.5gbit"),
+        ("1gbit", "0.7gbit", "0.5gbit"),
     ),
-    "GPT 20M": ModelSize(
-        gpt.GPTConfig(vocab_size=2048, context=128, width=512, heads=8, layers=6),
-        2,
-        ("unlimited", "4gbit", "2gbit", "1gbit"),
-    ),
-    "GPT 13M, vocabulary 16384": ModelSize(
-        gpt.GPTConfig(vocab_size=16384, context=128, width=384, heads=8, layers=4),
-        2,
-        ("unlimited", "4gbit", "2gbit", "1gbit"),
+    "GPT 14M, vocabulary 16384": ModelSize(
+        gpt.GPTConfig(vocab_size=16384, context=128, width=256, heads=8, layers=12),
+        4,
+        ("1gbit", "0.5gbit"),
     ),
 }
 
