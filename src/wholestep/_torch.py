@@ -31,7 +31,7 @@ from torch._subclasses.fake_tensor import (
     FakeTensorMode,
 )
 from torch._subclasses.functional_tensor import FunctionalTensor, FunctionalTensorMode
-from torch.fx._lazy_graph_module import _use_lazy_graph_module
+from torch.fx._lazy_graph_module import _make_graph_module, _use_lazy_graph_module
 from torch.fx.experimental.proxy_tensor import (
     get_proxy_mode,
     get_proxy_slot,
@@ -83,6 +83,13 @@ FUSED_OPTIMIZERS: dict[Callable[..., Any], Any] = {
 def real_kernels() -> Generator[None]:
     """Call operators on real tensors in the middle of a trace, below autocast, drawing no random numbers."""
     with _disable_current_modes(), torch._C._DisableAutocast(), torch.random.fork_rng(devices=[]), torch.no_grad():
+        yield
+
+
+@contextlib.contextmanager
+def outside_modes() -> Generator[None]:
+    """Run ops for real although somebody traces, fakes or transforms them just now."""
+    with _disable_current_modes(), torch._C._DisableFuncTorch(), torch.inference_mode(mode=False):
         yield
 
 
@@ -296,6 +303,12 @@ def _remembered_size_arithmetic() -> Generator[None]:
             original = getattr(SymNode, f"_{name}")
             stack.enter_context(mock.patch.object(SymNode, f"_{name}", remember(original)))
         yield
+
+
+def graph_module(root: Any, graph: fx.Graph) -> fx.GraphModule:
+    """A module around a graph that generates no code unless it is called: ours does, and FX cannot for every op."""
+    with _use_lazy_graph_module(True):
+        return _make_graph_module(root, graph)
 
 
 def link_backward(roots: list[Any]) -> None:

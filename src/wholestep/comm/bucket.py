@@ -106,7 +106,8 @@ def _named_buckets(blocks: dict[str, CommBlock], groups: list[list[str]]) -> lis
     unknown = [key for key in named if key not in blocks]
     missing = [key for key in blocks if key not in named]
     if unknown or missing or len(named) != len(set(named)):
-        problem = f"'{(unknown or missing or named)[0]}'"
+        twice = [key for index, key in enumerate(named) if key in named[:index]]
+        problem = f"'{(unknown or missing or twice)[0]}'"
         what = "which has no gradient" if unknown else "left out" if missing else "named twice"
         raise PassError(f"the buckets do not fit this step's gradients: {problem} is {what}")
     for keys in groups:

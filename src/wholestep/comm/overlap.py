@@ -99,7 +99,7 @@ def _rest(graph: StepGraph, chains: list[list[fx.Node]], late: list[fx.Node]) ->
         needs[node] = max([own, *(needs.get(source, -1) for source in node.all_input_nodes)])
     rest = [node for node in graph.calls() if node not in chained]
     number = {node: 1 + index for index, node in enumerate(late)}
-    ordered = sorted(rest, key=lambda node: (needs[node], _turn(node, number)))
+    ordered = sorted(rest, key=lambda node: (needs[node], _turn(node, number) if needs[node] < 0 else 0))
     effects = [node.meta["effect"] for node in ordered if "effect" in node.meta]
     return ordered if effects == sorted(effects) else rest
 

@@ -135,7 +135,7 @@ def decide(facts: Facts, *, bucket_mb: float, cross_iteration: str | Sequence[st
         return _Search(facts, facts.link, limit_bytes).best()
     _check_names(facts, cross_iteration)
     wanted = _wanted(cross_iteration)
-    sizes = [(g.key, g.num_bytes, (g.kind, wanted(g.key) is None)) for g in facts.gradients]
+    sizes = [(g.key, g.num_bytes, (g.kind, wanted(g.key) is None and not g.stays)) for g in facts.gradients]
     by_key = {gradient.key: gradient for gradient in facts.gradients}
     buckets = [
         _bucket([by_key[key] for key in keys], wanted) for keys in fill_buckets(sizes, limit_bytes, _FIRST_BYTES)
@@ -219,10 +219,13 @@ class _Search:
         """The shortest step; of steps that take as long, the one with fewer and unmoved buckets."""
         candidates = [candidate for buckets in self._bucketings() for candidate in self._candidates(buckets)]
         best = candidates[0]
+        limit_us = best.timeline.period_us
         for candidate in candidates[1:]:
-            if candidate.cost_us < best.cost_us * (1 - _WORTHWHILE):
+            is_shorter = candidate.cost_us < best.cost_us * (1 - _WORTHWHILE)
+            if is_shorter and candidate.timeline.period_us <= limit_us:
                 best = candidate
-        best = self._without_idle_moves(best)
+        settled = self._without_idle_moves(best)
+        best = settled if settled.timeline.period_us <= limit_us else best
         buckets = tuple(self._plan(best, index) for index in range(len(best.buckets)))
         return DataParallelPlan(
             self.facts.world,
@@ -238,17 +241,20 @@ class _Search:
 
     def _bucketings(self) -> list[list[tuple[Gradient, ...]]]:
         """Ways to fill buckets in the order of the backward, from the largest allowed down to small ones."""
-        found: list[list[tuple[Gradient, ...]]] = []
-        sizes = [(g.key, g.num_bytes, (g.kind, bool(g.stays))) for g in self.facts.gradients]
+        joined = [(g.key, g.num_bytes, g.kind) for g in self.facts.gradients]
+        apart = [(g.key, g.num_bytes, (g.kind, bool(g.stays))) for g in self.facts.gradients]
+        found = [self._filled(joined, self.limit_bytes)]
         limit = self.limit_bytes
-        while limit >= _SMALLEST_BYTES or not found:
-            filled = [
-                tuple(self.by_key[key] for key in keys) for keys in fill_buckets(sizes, limit, min(limit, _FIRST_BYTES))
-            ]
-            if not found or filled != found[-1]:
+        while limit >= _SMALLEST_BYTES or limit == self.limit_bytes:
+            filled = self._filled(apart, limit)
+            if filled != found[-1]:
                 found.append(filled)
             limit //= 2
         return found
+
+    def _filled(self, sizes: list[tuple[str, int, Any]], limit: int) -> list[tuple[Gradient, ...]]:
+        buckets = fill_buckets(sizes, limit, min(limit, _FIRST_BYTES))
+        return [tuple(self.by_key[key] for key in keys) for keys in buckets]
 
     def _candidates(self, buckets: list[tuple[Gradient, ...]]) -> list[_Candidate]:
         num_buckets = len(buckets)

@@ -11,6 +11,7 @@ import torch
 from torch import fx
 from torch.fx.node import map_arg
 
+from wholestep import _torch
 from wholestep.errors import GraphError
 from wholestep.graph import ops
 from wholestep.graph.phase import Phase
@@ -265,7 +266,7 @@ class StepGraph:
 
     def copy(self) -> StepGraph:
         """An independent graph over the same fake values; passes may rewrite it without touching this one."""
-        module = fx.GraphModule(self.module, copy.deepcopy(self.graph, {id(self.fake_mode): self.fake_mode}))
+        module = _torch.graph_module(self.module, copy.deepcopy(self.graph, {id(self.fake_mode): self.fake_mode}))
         duplicate = StepGraph(module, self.slots, self.fake_mode)
         duplicate.is_functional = self.is_functional
         duplicate.history = list(self.history)

@@ -77,7 +77,7 @@ class _Derivation:
                 if self.kind is Kind.CLEANUP or node not in moved:
                     now[node] = self._copy(node, now)
         self.graph.output(self._returned(before, now))
-        derived = StepGraph(fx.GraphModule(torch.nn.Module(), self.graph), self.slots, self.source.fake_mode)
+        derived = StepGraph(_torch.graph_module(torch.nn.Module(), self.graph), self.slots, self.source.fake_mode)
         derived.history = list(self.source.history)
         derived.accumulating = self.source.accumulating
         if has_before and self.kind is not Kind.FLUSH:
@@ -155,12 +155,13 @@ class _Derivation:
         return {"outputs": outputs, "updates": updates, "results": results}
 
     def _carry(self, node: fx.Node, now: Env) -> fx.Node:
-        """The value to carry over; a copy if somebody else may change it between two calls: an input, an output."""
+        """The value to carry over; a copy if it lives in memory that others may change between two calls."""
         value, fake = now[node], node.meta["val"]
         if not isinstance(fake, torch.Tensor):
             return value
-        outputs = {_torch.storage_key(out.meta["val"]) for out in nodes_in(self.source.outputs) if _is_tensor(out)}
-        if node.op != "placeholder" and _torch.storage_key(fake) not in outputs:
+        others = [*self.source.placeholders().values(), *nodes_in(self.source.outputs)]
+        foreign = {_torch.storage_key(other.meta["val"]) for other in others if _is_tensor(other)}
+        if _torch.storage_key(fake) not in foreign:
             return value
         copied = self.graph.call_function(aten.clone.default, (value,))
         copied.meta = {"val": _fresh(self.source, node.meta["val"]), "phase": _phase_of_first_user(node)}

@@ -15,12 +15,18 @@ from torch import fx
 from wholestep.errors import PassError
 from wholestep.graph import Phase, SlotKind, StepGraph, nodes_in, ops
 
+# The block of nodes that belong to none.
+SHARED = -1
+
 # Kept between calls by the model and the optimizer, so that a moved block finds them again.
 KEPT = (SlotKind.PARAM, SlotKind.BUFFER, SlotKind.STATE)
 
 
-def move_to_next_iteration(graph: StepGraph, *blocks: Iterable[fx.Node]) -> None:
+def move_to_next_iteration(graph: StepGraph, *blocks: Iterable[fx.Node], shared: Iterable[fx.Node] = ()) -> None:
     """Note that nodes are to run in the next iteration, as one or several blocks.
+
+    Each block is applied once. `shared` nodes move too, but belong to no block: they are computed wherever a block
+    needs them, again if need be, and so must depend on carried values only.
 
     ```
     loss = f(w, x)                             w' = w - 0.1 * grad_before          carried over
@@ -32,10 +38,13 @@ def move_to_next_iteration(graph: StepGraph, *blocks: Iterable[fx.Node]) -> None
     must not change places. The graph is unchanged then.
     """
     taken = {node: node.meta["next_iteration"] for node in graph.graph.nodes if "next_iteration" in node.meta}
-    number = 1 + max(taken.values(), default=-1)
+    number = 1 + max(taken.values(), default=SHARED)
     wanted = {node: number + index for index, nodes in enumerate(blocks) for node in nodes}
+    wanted |= dict.fromkeys(shared, SHARED)
     for node in wanted:
         problem = "it has already" if node in taken else cannot_move(graph, node, {*wanted, *taken})
+        if ops.getitem_index(node) is not None and node.args[0] not in {*wanted, *taken}:
+            problem = f"it is an item of '{node.args[0]}', which stays"
         if problem is not None:
             raise PassError(f"'{node.name}' cannot move to the next iteration: {problem}")
     for node, block in wanted.items():
@@ -95,7 +104,11 @@ def absorbed(graph: StepGraph, moved: set[fx.Node]) -> set[fx.Node]:
         readers = {user for user in node.users if user.op == "call_function"}
         if readers and readers <= moved | taken and cannot_move(graph, node, moved | taken) is None:
             taken.add(node)
-    return taken
+    kept: set[fx.Node] = set()
+    for node in graph.graph.nodes:  # an item is carried over as it is if the list it is taken from stays
+        if node in taken and (ops.getitem_index(node) is None or node.args[0] in moved | kept):
+            kept.add(node)
+    return kept
 
 
 def moved_nodes(graph: StepGraph) -> list[fx.Node]:

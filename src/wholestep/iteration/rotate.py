@@ -10,7 +10,7 @@ from typing import ClassVar
 from torch import fx
 
 from wholestep.errors import PassError
-from wholestep.graph import Phase, StepGraph, ops
+from wholestep.graph import Phase, StepGraph, nodes_in, ops
 from wholestep.iteration.moves import absorbed, cannot_move, leaf_closure, move_to_next_iteration
 from wholestep.passes.base import Pass, register
 
@@ -96,15 +96,17 @@ class Rotate(Pass):
     def apply(self, graph: StepGraph) -> StepGraph:
         chosen = self._chosen(update_blocks(graph, self.names.split()))
         moved = {node for block in chosen for node in block.nodes}
-        along = absorbed(graph, moved)
         if chosen:
-            units = _units(graph, [set(block.nodes) for block in chosen], along)
-            move_to_next_iteration(graph, *units)
+            units, shared = _units(graph, moved | absorbed(graph, moved))
+            move_to_next_iteration(graph, *units, shared=shared)
         return graph
 
     def _chosen(self, blocks: list[UpdateBlock]) -> list[UpdateBlock]:
         if self.buckets == "all":
             return [block for block in blocks if not block.problem]
+        strange = [text for text in self.buckets.split() if not text.isdigit()]
+        if strange:
+            raise PassError(f"buckets are numbers, 'all' or nothing, not '{strange[0]}'")
         wanted = {int(text) for text in self.buckets.split()}
         chosen = [block for block in blocks if wanted & set(block.buckets)]
         known = {bucket for block in blocks for bucket in block.buckets}
@@ -123,41 +125,35 @@ class Rotate(Pass):
         return movable
 
 
-def _units(graph: StepGraph, blocks: list[set[fx.Node]], along: set[fx.Node]) -> list[list[fx.Node]]:
-    """Blocks with the nodes that move along, such that each can be applied whether or not the others have been.
+def _units(graph: StepGraph, moved: set[fx.Node]) -> tuple[list[list[fx.Node]], list[fx.Node]]:
+    """Moved nodes as units that can be applied each whether or not the others have been, and what they share.
 
-    A node along for several blocks forms a unit of its own if it can be computed again at any time: from carried values
-    only. If it looks at a slot that some update changes, its blocks become one.
+    A call may fail between two updates; those that were made must not be made again. Nodes that look at a slot which
+    some update changes, those that depend on them, and all others of the same slot form one unit. What depends on
+    carried values only (a wait, a learning rate) is shared: it can be computed again at any time.
     """
-    position = {node: index for index, node in enumerate(graph.graph.nodes)}
-    owner = {node: index for index, block in enumerate(blocks) for node in block}
-    serves: dict[fx.Node, set[int]] = {}
-    for node in sorted(along, key=position.__getitem__, reverse=True):
-        users = [user for user in node.users if user.op == "call_function"]
-        serves[node] = {index for user in users for index in (serves.get(user) or {owner[user]})}
-    leader = list(range(len(blocks)))
-    for node in along:
-        if len(serves[node]) > 1 and _looks_at_changing_slot(graph, node, along):
-            first = min(leader[index] for index in serves[node])
-            merged = {leader[index] for index in serves[node]}
-            leader = [first if index in merged else index for index in leader]
-    units: dict[int, set[fx.Node]] = {}
-    for index, block in enumerate(blocks):
-        units.setdefault(leader[index], set()).update(block)
-    shared: list[set[fx.Node]] = []
-    for node in along:
-        leaders = {leader[index] for index in serves[node]}
-        units[leaders.pop()].add(node) if len(leaders) == 1 else shared.append({node})
-    return [sorted(unit, key=position.__getitem__) for unit in (*units.values(), *shared)]
+    order = [node for node in graph.nodes if node in moved]
+    slots = graph.placeholders()
+    changing = {slots[slot_id] for slot_id, value in graph.updates.items() if value in moved}
+    kept = {*graph.updates.values(), *nodes_in(graph.results)}
+    unit_of: dict[fx.Node, fx.Node] = {}
 
+    def find(node: fx.Node) -> fx.Node:
+        while unit_of[node] is not node:
+            node = unit_of[node]
+        return node
 
-def _looks_at_changing_slot(graph: StepGraph, node: fx.Node, along: set[fx.Node]) -> bool:
-    changing = {graph.placeholder(slot_id) for slot_id in graph.updates}
-    pending = [node]
-    while pending:
-        for source in pending.pop().all_input_nodes:
-            if source in changing:
-                return True
-            if source in along:
-                pending.append(source)
-    return False
+    for node in order:
+        bound = [source for source in node.all_input_nodes if source in changing or source in unit_of]
+        if not bound and node not in kept:
+            continue
+        unit_of[node] = node
+        written = [slots[slot_id] for slot_id, value in graph.updates.items() if value is node]
+        for other in (*bound, *written):
+            unit_of.setdefault(other, other)
+            unit_of[find(other)] = find(node)
+    units: dict[fx.Node, list[fx.Node]] = {}
+    for node in order:
+        if node in unit_of:
+            units.setdefault(find(node), []).append(node)
+    return list(units.values()), [node for node in order if node not in unit_of]

@@ -65,11 +65,15 @@ class Reinplace(Pass):
         _clone_old_values(graph, updated)
         memory = _Memory.of(graph, updated)
         overwritten: dict[fx.Node, fx.Node] = {}
+        writers: dict[fx.Node, fx.Node] = {}
         for node in graph.nodes:
             if node.op == "call_function":
+                known = set(overwritten)
                 _try_in_place(memory, node, overwritten)
+                writers |= dict.fromkeys(overwritten.keys() - known, node)
+        made_by = {slot_id: writers[value] for slot_id, value in graph.updates.items() if value in writers}
         graph.replace(overwritten)
-        _write_updates(graph, memory)
+        _write_updates(graph, memory, made_by)
         _clone_outputs_in_slots(graph, memory)
         graph.set_returned(updates={})
         graph.is_functional = False
@@ -299,8 +303,11 @@ def _clone_old_values(graph: StepGraph, updated: set[fx.Node]) -> None:
     )
 
 
-def _write_updates(graph: StepGraph, memory: _Memory) -> None:
-    """Updates that do not sit in their slot yet are copied there, as soon as the old value is no longer read."""
+def _write_updates(graph: StepGraph, memory: _Memory, made_by: dict[str, fx.Node]) -> None:
+    """Updates that do not sit in their slot yet are copied there, as soon as the old value is no longer read.
+
+    `made_by` has the op of those that an op without a result of its own has written into another slot.
+    """
     slots = graph.placeholders()
     index_of = {node: index for index, node in enumerate(graph.nodes)}
     original = list(memory.position)
@@ -310,7 +317,7 @@ def _write_updates(graph: StepGraph, memory: _Memory) -> None:
             continue
         last = memory.last_read.get(memory.root(slot), -1)
         reader = next((node for node in reversed(original[: last + 1]) if node in index_of), slot)
-        after = max(value, reader, key=index_of.__getitem__)
+        after = max(value, reader, made_by.get(slot_id, value), key=index_of.__getitem__)
         graph.insert(aten.copy_.default, (slot, value), like=value, after=_behind_items(after))
 
 

@@ -11,6 +11,7 @@ import torch
 from wholestep import _torch
 from wholestep.capture.binding import Binding
 from wholestep.graph import StepGraph
+from wholestep.iteration.moves import SHARED
 from wholestep.runtime.codegen import Step, generate, run_checked
 
 
@@ -35,7 +36,8 @@ class Executable:
         self._updates = [bindings[slot_id] for slot_id in graph.updates]
         self._results = [bindings[slot_id] for slot_id in graph.results]
         self._step: Step | None = None
-        self._after = {} if on_applied is None else _last_ops(graph, on_applied)
+        # Updates that are not made in place are written behind the run, all at once.
+        self._after = {} if on_applied is None or graph.updates else _last_ops(graph, on_applied)
 
     def run(self, leaves: list[Any]) -> tuple[Any, ...]:
         """Execute once and return the graph's outputs."""
@@ -64,7 +66,7 @@ def _last_ops(graph: StepGraph, on_applied: Callable[[int], None]) -> dict[str, 
     """By name of the last op of each block of the call before: what to call behind it."""
     last: dict[int, str] = {}
     for node in graph.calls():
-        if "applies" in node.meta:
+        if node.meta.get("applies", SHARED) != SHARED:
             last[node.meta["applies"]] = node.name
     # Two blocks never end with the same op.
     return {name: _Report(on_applied, block) for block, name in last.items()}

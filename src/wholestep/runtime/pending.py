@@ -27,10 +27,11 @@ _TOO_OFTEN = 8
 _guarding: list[Pending] = []
 
 
-def flush_all() -> None:
-    """Apply everything that is pending in this process."""
+def flush_all(*, but: Pending | None = None) -> None:
+    """Apply everything that is pending in this process, except one."""
     for pending in list(_guarding):
-        pending.flush()
+        if pending is not but:
+            pending.flush()
 
 
 def _apply_and_call(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> Any:
@@ -142,6 +143,10 @@ class Pending:
         for key, users in self._carried_by.items():
             if not users & self._blocks:
                 self.carries.pop(key, None)
+
+    def finished(self) -> None:
+        """The call that is running has applied everything; what it has left itself, if anything, is not pending yet."""
+        self._blocks = frozenset()
 
     def flush(self) -> None:
         """Apply what is pending now."""

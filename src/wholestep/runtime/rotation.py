@@ -9,11 +9,12 @@ from typing import Any
 import torch
 from torch import nn
 
+from wholestep import _torch
 from wholestep.capture import Capture
 from wholestep.capture.binding import Binding, Carried
 from wholestep.graph import Slot, SlotKind, StepGraph
 from wholestep.iteration import Kind, carried_nodes, derive, moved_nodes
-from wholestep.iteration.moves import found_again
+from wholestep.iteration.moves import SHARED, found_again
 from wholestep.passes import Pipeline, run_passes
 from wholestep.runtime.executable import Executable
 from wholestep.runtime.pending import Pending
@@ -38,7 +39,7 @@ class Rotation:
     def __init__(self, graph: StepGraph, finish: Pipeline, capture: Capture, name: str) -> None:
         self._source = graph
         self._finish = finish
-        self._blocks = frozenset(node.meta["next_iteration"] for node in moved_nodes(graph))
+        self._blocks = frozenset(node.meta["next_iteration"] for node in moved_nodes(graph)) - {SHARED}
         self.pending = Pending(
             name,
             self._blocks,
@@ -84,6 +85,7 @@ class Rotation:
             except BaseException:
                 pending.flush()
                 raise
+            pending.finished()
         if not is_last:
             pending.guard()
         return outputs
@@ -103,8 +105,8 @@ class Rotation:
         return self._flushes[blocks]
 
     def _apply(self, blocks: frozenset[int]) -> None:
-        # Evaluation may look while inference mode is on, but what is applied must stay ordinary tensors.
-        with torch.inference_mode(mode=False):
+        # Whoever looks may be tracing, or in inference mode; what is applied must be real and stay ordinary tensors.
+        with _torch.outside_modes():
             self._flush_of(blocks).run([])
 
     def _derived(self, kind: Kind) -> Executable:
@@ -132,7 +134,7 @@ def _carried_by(graph: StepGraph) -> dict[str, frozenset[int]]:
     """For each carried value: the blocks that need it, directly or through another moved node."""
     needs: dict[Any, set[int]] = {}
     for node in reversed(moved_nodes(graph)):
-        blocks = {node.meta["next_iteration"]}.union(*(needs.get(user, ()) for user in node.users))
+        blocks = {node.meta["next_iteration"]}.union(*(needs.get(user, ()) for user in node.users)) - {SHARED}
         needs[node] = blocks
     return {
         Slot(SlotKind.CARRY, node.name).id: frozenset().union(*(needs.get(user, ()) for user in node.users))

@@ -102,6 +102,7 @@ class StepRunner:
         call = Call.of(self._function, args, kwargs)
         self._num_attempts += 1
         pending = None if self._current is None else self._current.rotation.pending
+        flush_all(but=pending)
         if pending is not None:
             pending.release()
         try:

@@ -1,0 +1,226 @@
+"""Ranks compare notes before they communicate: a mismatch, a failure or a silence is an error on all (SAFE-1)."""
+
+from __future__ import annotations
+
+import logging
+import re
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+from torch.distributed import FileStore, HashStore  # pyright: ignore[reportPrivateImportUsage]
+
+from wholestep import _torch
+from wholestep.errors import RankError, WholestepError
+from wholestep.runtime import agreement
+from wholestep.runtime.agreement import Ranks, require_same
+
+Run = Callable[[Ranks], Any]
+
+
+@pytest.fixture(name="store", params=["hash", "file"])
+def _store(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    store = HashStore() if request.param == "hash" else FileStore(str(tmp_path / "store"), -1)
+    monkeypatch.setattr(_torch, "group_store", lambda group: store)
+    monkeypatch.setattr(agreement, "_POLL_S", 0.05)
+    return store
+
+
+def ranks_of(world: int, *, number: int = 1, timeout_s: float = 20.0, group: str = "g") -> list[Ranks]:
+    fake: Any = SimpleNamespace(group_name=group)
+    return [Ranks(fake, rank, world, number, timeout_s) for rank in range(world)]
+
+
+def together(ranks: list[Ranks], *runs: Run) -> list[Any]:
+    """What each rank's function returns or raises; one function serves all if there is only one."""
+    results: list[Any] = [None] * len(ranks)
+
+    def work(index: int) -> None:
+        try:
+            results[index] = runs[index % len(runs)](ranks[index])
+        except BaseException as error:
+            results[index] = error
+
+    threads = [threading.Thread(target=work, args=(index,)) for index in range(len(ranks))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(timeout=30)
+    assert not any(thread.is_alive() for thread in threads), "a rank hangs"
+    return results
+
+
+# Exchange
+
+
+@pytest.mark.usefixtures("store")
+@pytest.mark.parametrize("world", [1, 2, 5])
+def test_everybody_hears_everybody(world: int) -> None:
+    answers = together(ranks_of(world), lambda ranks: ranks.exchange("facts", {"rank": ranks.rank, "sizes": [1, 2.5]}))
+    assert answers == [[{"rank": rank, "sizes": [1, 2.5]} for rank in range(world)]] * world
+
+
+@pytest.mark.usefixtures("store")
+def test_a_slow_rank_is_waited_for() -> None:
+    def slow(ranks: Ranks) -> Any:
+        time.sleep(0.3)
+        return ranks.exchange("facts", "slow")
+
+    answers = together(ranks_of(2), lambda ranks: ranks.exchange("facts", "fast"), slow)
+    assert answers == [["fast", "slow"]] * 2
+
+
+@pytest.mark.usefixtures("store")
+def test_moments_steps_and_groups_do_not_mix() -> None:
+    def talk(ranks: Ranks) -> Any:
+        return [ranks.exchange(moment, f"{ranks.name}{ranks.number}{moment}") for moment in ("a", "b")]
+
+    for group in ("g", "h"):
+        for number in (1, 2):
+            answers = together(ranks_of(2, number=number, group=group), talk)
+            assert answers == [[[f"{group}{number}{moment}"] * 2 for moment in ("a", "b")]] * 2
+
+
+@pytest.mark.usefixtures("store")
+def test_none_is_an_answer() -> None:
+    """Only rank 0 has facts."""
+    answers = together(ranks_of(3), lambda ranks: ranks.exchange("facts", None if ranks.rank else {"a": 1}))
+    assert answers == [[{"a": 1}, None, None]] * 3
+
+
+# Failures
+
+
+def compile_and_exchange(ranks: Ranks, *, failing: int, error: BaseException) -> Any:
+    with ranks.failing_together("gradients"):
+        if ranks.rank == failing:
+            raise error
+    return ranks.exchange("gradients", "fine")
+
+
+@pytest.mark.usefixtures("store")
+@pytest.mark.parametrize(
+    ("error", "text"),
+    [(ValueError("model.py:3: no such layer"), "model.py:3: no such layer"), (KeyError(), "KeyError")],
+)
+def test_a_rank_that_fails_fails_all(error: Exception, text: str) -> None:
+    results = together(ranks_of(3), lambda ranks: compile_and_exchange(ranks, failing=1, error=error))
+    assert results[1] is error
+    for result in (results[0], results[2]):
+        assert isinstance(result, RankError)
+        assert isinstance(result, WholestepError)
+        assert str(result) == f"rank 1 could not compile the step: {text}"
+
+
+@pytest.mark.usefixtures("store")
+def test_the_first_failing_rank_is_named() -> None:
+    def run(ranks: Ranks) -> Any:
+        with ranks.failing_together("gradients"):
+            if ranks.rank:
+                raise ValueError(f"of rank {ranks.rank}")
+        return ranks.exchange("gradients", "fine")
+
+    assert str(together(ranks_of(3), run)[0]) == "rank 1 could not compile the step: of rank 1"
+
+
+@pytest.mark.usefixtures("store")
+def test_disagreement_is_not_reported_as_a_failure() -> None:
+    """All ranks have found it out by themselves."""
+
+    def run(ranks: Ranks) -> Any:
+        with ranks.failing_together("zeros"):
+            require_same("the plans", ranks.exchange("plan", ranks.rank))
+
+    results = together(ranks_of(2), run)
+    assert [str(result) for result in results] == ["the plans differ between ranks: 0 on rank 0 and 1 on rank 1"] * 2
+    late = together(ranks_of(2), lambda ranks: ranks.exchange("zeros", "fine"))
+    assert late == [["fine", "fine"]] * 2
+
+
+@pytest.mark.usefixtures("store")
+def test_after_a_failure_the_next_attempt_starts_afresh() -> None:
+    together(ranks_of(2), lambda ranks: compile_and_exchange(ranks, failing=0, error=ValueError("once")))
+    answers = together(ranks_of(2), lambda ranks: ranks.exchange("2/gradients", ranks.rank))
+    assert answers == [[0, 1]] * 2
+
+
+# Silence
+
+
+@pytest.mark.usefixtures("store")
+def test_a_rank_that_never_comes_is_named_in_time() -> None:
+    [present, _, also] = ranks_of(3, timeout_s=0.4)
+    started = time.monotonic()
+    results = together([present, also], lambda ranks: ranks.exchange("gradients", "here"))
+    assert time.monotonic() - started < 5
+    for result, rank in zip(results, (0, 2), strict=True):
+        assert isinstance(result, RankError)
+        assert re.match(rf"rank 1 has not compiled this step \d s after rank {rank} did: ", str(result))
+        assert "ranks must call the step equally often" in str(result)
+
+
+@pytest.mark.usefixtures("store")
+@pytest.mark.parametrize("store", ["hash"], indirect=True)  # a file is looked at every second only
+def test_a_long_wait_is_remarked_once(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(agreement, "_SAY_SO_AFTER_S", 0.1)
+
+    def slow(ranks: Ranks) -> Any:
+        time.sleep(0.6)
+        return ranks.exchange("facts", "slow")
+
+    with caplog.at_level(logging.WARNING, "wholestep"):
+        answers = together(ranks_of(2), lambda ranks: ranks.exchange("facts", "fast"), slow)
+    assert answers == [["fast", "slow"]] * 2
+    assert caplog.messages == ["waiting for rank 1 to compile its step"]
+
+
+# Differences
+
+
+def test_equal_values_pass() -> None:
+    require_same("the plans", [])
+    require_same("the plans", [{"a": 1}] * 3)
+
+
+@pytest.mark.parametrize(
+    ("by_rank", "text"),
+    [
+        ([1, 1, 2], "1 on rank 0 and 2 on rank 2"),
+        ([["a"], ["a", "b"]], "['a'] on rank 0 and ['a', 'b'] on rank 1"),
+        ([{"mb": 25, "reduce": "mean"}, {"mb": 25, "reduce": "sum"}], "reduce is 'mean' on rank 0 and 'sum' on rank 1"),
+        ([{"a": 1}, {"a": 1, "b": 2}], "b is missing on rank 0 and 2 on rank 1"),
+        ([{"a": 1, "b": 2}, {"a": 1}], "b is 2 on rank 0 and missing on rank 1"),
+        ([{"a": 1}, {"b": 1}], "a is 1 on rank 0 and missing on rank 1, which has b instead"),
+        ([None, "x"], "missing on rank 0 and 'x' on rank 1"),
+    ],
+)
+def test_differences_are_named(by_rank: list[Any], text: str) -> None:
+    with pytest.raises(RankError) as caught:
+        require_same("the options", by_rank)
+    assert str(caught.value) == f"the options differ between ranks: {text}"
+
+
+# A real group
+
+
+@pytest.fixture(name="group")
+def _group() -> Iterator[dist.ProcessGroup]:
+    dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
+    assert dist.group.WORLD is not None
+    yield dist.group.WORLD
+    dist.destroy_process_group()
+
+
+def test_steps_of_a_group_are_numbered(group: dist.ProcessGroup) -> None:
+    first, second = Ranks.of(group, 3.0), Ranks.of(group, 3.0)
+    assert (first.rank, first.world, first.name) == (0, 1, group.group_name)
+    assert (first.number, second.number) == (1, 2)
+    assert first.exchange("facts", 1) == [1]
+    assert second.exchange("facts", 2) == [2]
+    other: Any = dist.new_group([0])
+    assert Ranks.of(other, 3.0).number == 1
