@@ -145,7 +145,7 @@ def _notes(comparison: Comparison) -> list[str]:
         "Differences are the largest on any rank; all other figures are of rank 0, DDP's peak without its own buckets.",
         f"The last column is planned as if the link were {slow}, where communication takes about as long as compute "
         "(forward and backward); it runs on the loopback like the others. Exposed is what the step waits for gradients "
-        "and spends on updates.",
+        "before it can apply them.",
         "The step has no clip_grad_norm_: a global norm needs all gradients before the first update, so that no update "
         "could cross the border to the next iteration.",
     ]
