@@ -5,8 +5,9 @@
 Needs root on Linux (see `benchmarks.netlab`). Two ranks, one thread each, joined by a link of a given rate; GPTs with
 dropout 0.1, fused AdamW, no clipping. All contenders run in one pair of processes in turns. Figures are medians over
 windows, of the slower rank; windows in which others kept the machine busy are measured again. C is the local step
-without communication (on both ranks at once), M a bare all-reduce of all gradients in chunks of 25 MB. DDP is measured
-at several bucket sizes; its best one is the peer.
+without communication (on both ranks at once), M a bare all-reduce of all gradients in chunks of 25 MB. "Both at once"
+is a local step with such an all-reduce next to it, neither waiting for the other: what max(C, M) becomes when a rank
+computes and communicates on the same core. DDP is measured at several bucket sizes; its best one is the peer.
 """
 
 from __future__ import annotations
@@ -24,7 +25,19 @@ from typing import Any
 
 import torch
 
-from benchmarks.data_parallel_rank import BACKEND, BARE, COMPILED, CONTENDERS, DDP, LOCAL, MODELS, OURS, PEERS, Window
+from benchmarks.data_parallel_rank import (
+    BACKEND,
+    BARE,
+    BOTH,
+    COMPILED,
+    CONTENDERS,
+    DDP,
+    LOCAL,
+    MODELS,
+    OURS,
+    PEERS,
+    Window,
+)
 from benchmarks.netlab import Lab, LabError, Rate, exit_on_signals
 
 NUM_RANKS = 2
@@ -104,9 +117,9 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
 
 
 def _chosen(only: list[str] | None) -> list[str]:
-    """Names of contenders; C and M are always among them, as every figure is held against these."""
+    """Names of contenders; C, M and both at once are always among them, as every figure is held against these."""
     groups = {"peers": list(PEERS), "compiled": list(COMPILED), "ours": list(OURS)}
-    names = [LOCAL, BARE]
+    names = [LOCAL, BARE, BOTH]
     for name in only or ["peers"]:
         if name not in groups and name not in CONTENDERS:
             raise ValueError(f"no contender '{name}': choose from {', '.join([*groups, *CONTENDERS])}")
@@ -171,21 +184,27 @@ def _print_head(names: list[str]) -> None:
 def _print_summary(rows: list[Row], contenders: list[str]) -> None:
     """Everyone against the limit, and against the best DDP where there is one."""
     with_ddp = any(name in DDP for name in contenders)
-    others = [name for name in contenders if name not in DDP and name not in (LOCAL, BARE)]
-    heads = ["model", "link", "C ms", "M ms", "M/C"]
+    others = [name for name in contenders if name not in DDP and name not in (LOCAL, BARE, BOTH)]
+    heads = ["model", "link", "C ms", "M ms", "M/C", "both at once ms"]
     heads += ["best DDP ms (bucket)", "DDP/max(C,M)"] if with_ddp else []
     for name in others:
-        heads += [f"{name} ms", "/max(C,M)"] + (["/DDP"] if with_ddp else [])
+        heads += [f"{name} ms", "/max(C,M)", "/both"] + (["/DDP"] if with_ddp else [])
     print()
     _print_head(heads)
     for row in rows:
         local_s, bare_s = row.wall_s[LOCAL], row.wall_s[BARE]
+        both_s = row.wall_s[BOTH]
         cells = [row.model, row.rate, f"{local_s * 1e3:.0f}", f"{bare_s * 1e3:.0f}", f"{bare_s / local_s:.2f}"]
+        cells += [f"{both_s * 1e3:.0f}"]
         best_s = row.wall_s[row.best_ddp] if with_ddp else 0.0
         if with_ddp:
             cells += [f"{best_s * 1e3:.0f} ({row.best_ddp.removeprefix('DDP ')})", f"{best_s / row.limit_s:.2f}"]
         for name in others:
-            cells += [f"{row.wall_s[name] * 1e3:.0f}", f"{row.wall_s[name] / row.limit_s:.2f}"]
+            cells += [
+                f"{row.wall_s[name] * 1e3:.0f}",
+                f"{row.wall_s[name] / row.limit_s:.2f}",
+                f"{row.wall_s[name] / both_s:.2f}",
+            ]
             cells += [f"{row.wall_s[name] / best_s:.2f}"] if with_ddp else []
         print(f"| {' | '.join(cells)} |")
 

@@ -117,11 +117,22 @@ def local(world: World) -> Contender:
 
 def bare_all_reduce(world: World) -> Contender:
     """No computation: as many bytes as all gradients have, queued at once."""
+    return side_by_side(world, lambda: None)
+
+
+def both(world: World) -> Contender:
+    """Both at once, neither waiting for the other: no training, but what sharing a core leaves of max(C, M)."""
+    return side_by_side(world, local(world).step)
+
+
+def side_by_side(world: World, compute: Callable[[], Any]) -> Contender:
     left_bytes = range(world.gradient_bytes, 0, -CHUNK_BYTES)
     chunks = [torch.zeros(min(CHUNK_BYTES, num_bytes) // 4) for num_bytes in left_bytes]
 
     def step() -> None:
-        for work in [dist.all_reduce(chunk, async_op=True) for chunk in chunks]:
+        works = [dist.all_reduce(chunk, async_op=True) for chunk in chunks]
+        compute()
+        for work in works:
             assert work is not None
             work.wait()
 
@@ -144,9 +155,9 @@ def ours(world: World, cross_iteration: str) -> Contender:
     return Contender(partial(compiled, model, world.optimizer(model), world.batch), compiled.flush)
 
 
-LOCAL, BARE = "local", "all-reduce"
+LOCAL, BARE, BOTH = "local", "all-reduce", "both at once"
 DDP = {f"DDP {bucket_mb} MB": partial(ddp, bucket_mb=bucket_mb) for bucket_mb in BUCKETS_MB}
-PEERS: dict[str, Callable[[World], Contender]] = {LOCAL: local, BARE: bare_all_reduce, **DDP}
+PEERS: dict[str, Callable[[World], Contender]] = {LOCAL: local, BARE: bare_all_reduce, BOTH: both, **DDP}
 COMPILED: dict[str, Callable[[World], Contender]] = {
     f"torch.compile(DDP), {BACKEND}": partial(ddp, bucket_mb=25, backend=BACKEND),
 }

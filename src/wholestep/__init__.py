@@ -1,8 +1,9 @@
 """Wholestep compiles a whole PyTorch training step: forward, loss, backward and optimizer as one graph."""
 
 from wholestep._version import __version__
-from wholestep.api import DataParallel, compile
+from wholestep.api import DataParallel, compile, inductor, partition
 from wholestep.errors import (
+    BudgetError,
     CaptureError,
     GraphError,
     GuardError,
@@ -14,6 +15,7 @@ from wholestep.errors import (
 )
 
 __all__ = [
+    "BudgetError",
     "CaptureError",
     "DataParallel",
     "GraphError",
@@ -25,4 +27,6 @@ __all__ = [
     "WholestepError",
     "__version__",
     "compile",
+    "inductor",
+    "partition",
 ]

@@ -24,6 +24,7 @@ from torch._dispatch.python import enable_python_dispatcher
 from torch._dynamo.source import ConstantSource
 from torch._dynamo.utils import _disable_saved_tensors_hooks_during_tracing
 from torch._functorch._aot_autograd.logging_utils import setup_stacktrace_preservation_hooks
+from torch._guards import active_fake_mode
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
     DynamicOutputShapeException,
@@ -91,6 +92,11 @@ def outside_modes() -> Generator[None]:
     """Run ops for real although somebody traces, fakes or transforms them just now."""
     with _disable_current_modes(), torch._C._DisableFuncTorch(), torch.inference_mode(mode=False):
         yield
+
+
+def is_faking() -> bool:
+    """Whether ops make fake tensors just now."""
+    return active_fake_mode() is not None
 
 
 def fake_like(mode: FakeTensorMode, tensor: torch.Tensor, name: str, dynamic_dims: Sequence[int] = ()) -> FakeTensor:
@@ -309,6 +315,12 @@ def graph_module(root: Any, graph: fx.Graph) -> fx.GraphModule:
     """A module around a graph that generates no code unless it is called: ours does, and FX cannot for every op."""
     with _use_lazy_graph_module(True):
         return _make_graph_module(root, graph)
+
+
+def fake_mode_of(tensor: torch.Tensor) -> FakeTensorMode:
+    """The mode a fake tensor belongs to."""
+    assert isinstance(tensor, FakeTensor)
+    return tensor.fake_mode
 
 
 def link_backward(roots: list[Any]) -> None:

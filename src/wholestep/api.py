@@ -7,10 +7,13 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, overload
 
+from torch import fx
+
 from wholestep._logging import attach_handler
 from wholestep._settings import Settings
 from wholestep.errors import WholestepError
 from wholestep.passes import DEFAULT_PIPELINE, Pipeline
+from wholestep.remat import Budget, InductorBackend, partition_joint
 from wholestep.report.explain import explain_step
 from wholestep.report.html import write_step_report
 from wholestep.runtime import DataParallel, StepOptions, StepRunner
@@ -40,6 +43,7 @@ def compile(fn: Callable[..., Any]) -> CompiledStep: ...
 def compile(
     fn: None = None,
     *,
+    memory_budget: float | str | None = ...,
     data_parallel: Any = ...,
     bucket_mb: float = ...,
     cross_iteration: str | Sequence[str] = ...,
@@ -54,6 +58,7 @@ def compile(
 def compile(
     fn: Callable[..., Any],
     *,
+    memory_budget: float | str | None = ...,
     data_parallel: Any = ...,
     bucket_mb: float = ...,
     cross_iteration: str | Sequence[str] = ...,
@@ -67,6 +72,7 @@ def compile(
 def compile(
     fn: Callable[..., Any] | None = None,
     *,
+    memory_budget: float | str | None = None,
     data_parallel: Any = None,
     bucket_mb: float = 25,
     cross_iteration: str | Sequence[str] = "auto",
@@ -77,8 +83,7 @@ def compile(
 ) -> Any:
     """Compile a whole training step: forward, loss, backward, gradient collectives and optimizer become one graph.
 
-    `fn` is the train step you already have, with any arguments; it comes back as a callable of the same signature.
-    Use it as a decorator or as a function:
+    `fn` is the train step you already have, with any arguments; it comes back as a callable of the same signature:
 
         @wholestep.compile
         def train_step(model, optimizer, batch):
@@ -89,6 +94,8 @@ def compile(
             return loss
 
     Args:
+        memory_budget: the highest peak of the whole step: bytes (`"12GiB"`, `800_000_000`), or a share from 0 (the
+            least that is possible) to 1 (no limit). Forward ops run again in the backward to get there.
         data_parallel: `"replicate"` trains the same model on all ranks of the default process group, a `ProcessGroup`
             or a one-dimensional `DeviceMesh` on those; a `wholestep.DataParallel` says more. Pass the plain model:
             gradients are averaged like DDP's, rank 0's parameters and buffers are broadcast before the first step.
@@ -98,17 +105,18 @@ def compile(
             parameters and modules it names. Whoever looks at the model or the optimizer sees applied updates.
         dynamic_batch: `"auto"` captures the first batch size as it is and switches to a symbolic one when another size
             comes along; `True` is symbolic from the start; `False` captures every size apart.
-        verify: check the first N steps against eager and raise `VerificationError` naming what differs.
+        verify: check the first N steps against eager; raises `VerificationError` naming what differs.
         max_iters: how many steps there will be: the last one leaves nothing pending. `step(..., last=True)` says the
             same of a single call.
         passes: the pass pipeline, as text (`"simplify,cse,reinplace"`) or as a `Pipeline`; `""` runs the graph as
             captured. The passes of `data_parallel` and `cross_iteration` come before `reinplace`.
 
-    The first call captures; later calls run the graph. The returned value carries no autograd history.
+    The first call captures; later calls run the graph. What is returned carries no autograd history.
     """
     if fn is None:
         return functools.partial(
             compile,
+            memory_budget=memory_budget,
             data_parallel=data_parallel,
             bucket_mb=bucket_mb,
             cross_iteration=cross_iteration,
@@ -127,6 +135,7 @@ def compile(
         return fn
     pipeline = DEFAULT_PIPELINE if passes is None else passes
     options = StepOptions(
+        memory_budget=None if memory_budget is None else Budget.of(memory_budget),
         data_parallel=DataParallel.of(data_parallel),
         bucket_mb=float(bucket_mb),
         cross_iteration=cross_iteration if isinstance(cross_iteration, str) else tuple(cross_iteration),
@@ -140,6 +149,51 @@ def compile(
         agreement_timeout_s=settings.agreement_timeout_s,
     )
     return CompiledStep(fn, options)
+
+
+def partition(
+    joint_gm: fx.GraphModule,
+    *,
+    num_fwd_outputs: int,
+    memory_budget: float | str = 1.0,
+    solver: str = "auto",
+    estimator: str = "flops",
+) -> tuple[fx.GraphModule, fx.GraphModule]:
+    """Cut a joint graph, as AOTAutograd traces it, into a forward and a backward module.
+
+    Args:
+        num_fwd_outputs: how many of the graph's outputs the forward returns; the others are gradients.
+        memory_budget: the highest peak of the two: bytes (`"12GiB"`), parameters and inputs included, or a share from 0
+            (the least that is possible) to 1 (keep whatever the backward needs).
+        solver: `"auto"` plans for the peak. `"greedy"`, `"dp"` and `"ilp"` choose by a knapsack which matrix products,
+            convolutions and attentions to keep; `"mincut"` keeps the fewest bytes without repeating any of those,
+            `"default"` keeps everything, both whatever the budget.
+        estimator: what a second run costs: `"flops"`, `"roofline"` (flops and bytes on a typical device) or `"profile"`
+            (measured here).
+
+    The joint graph is left as it is. Raises `BudgetError`, which names the smallest feasible budget.
+    """
+    result = partition_joint(
+        joint_gm,
+        num_fwd_outputs=num_fwd_outputs,
+        memory_budget=memory_budget,
+        solver=solver,
+        estimator=estimator,
+    )
+    return result.forward, result.backward
+
+
+def inductor(
+    *, memory_budget: float | str = 1.0, solver: str = "auto", estimator: str = "roofline"
+) -> Callable[[fx.GraphModule, list[Any]], Callable[..., Any]]:
+    """A `torch.compile` backend: Inductor, with Wholestep deciding what is kept for the backward.
+
+        torch.compile(model, backend=wholestep.inductor(memory_budget="12GiB"))
+
+    See `wholestep.partition` for the arguments.
+    """
+    budget = Budget.of(memory_budget)
+    return InductorBackend(budget, solver, estimator)
 
 
 def _check(

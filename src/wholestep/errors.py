@@ -44,3 +44,11 @@ class SettingsError(WholestepError):
 
 class RankError(WholestepError):
     """Ranks disagree about the step, or one of them failed; every rank raises, no gradient has been communicated."""
+
+
+class BudgetError(WholestepError):
+    """A memory budget cannot be kept; `smallest_bytes` is the least that is known to be enough."""
+
+    def __init__(self, message: str, smallest_bytes: int) -> None:
+        super().__init__(message)
+        self.smallest_bytes = smallest_bytes

@@ -25,10 +25,12 @@ PRIVATE_TORCH = ("torch.fx.experimental",)
 OPERATOR_NAMESPACES = ("torch.ops",)
 
 TORCH_FILE = "_torch.py"
+# What `torch.compile` is made of has a file of its own.
+TORCH_FILES = (TORCH_FILE, "_aot_torch.py")
 SETTINGS_FILE = "_settings.py"
 
 # Modules beside the rooms that every room may import; they import no room themselves.
-GROUND = {"errors", "_torch", "_version", "_logging", "_settings"}
+GROUND = {"errors", "_torch", "_aot_torch", "_version", "_logging", "_settings"}
 # Below runtime options are passed in one by one: no room there reads settings or installs log handlers.
 SETTINGS = {"_logging", "_settings"}
 
@@ -71,7 +73,7 @@ def room_of(path: str) -> str:
 
 
 def private_torch(tree: ast.Module, path: str) -> Iterator[Finding]:
-    if path == TORCH_FILE:
+    if path in TORCH_FILES:
         return
     bound = _torch_names(tree)
     for node in ast.walk(tree):

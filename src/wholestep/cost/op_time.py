@@ -10,6 +10,7 @@ link (`wholestep.cost.link`).
 from __future__ import annotations
 
 import time
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -55,9 +56,9 @@ def calibrate_device(device: torch.device, dtype: torch.dtype = torch.float32) -
     return DeviceModel(2 * size**3 / matmul_us, 2 * _COPIED_BYTES / copy_us, overhead_us)
 
 
-def product_dtype(graph: StepGraph) -> torch.dtype:
-    """The dtype of the graph's largest matrix product, convolution or attention; float32 if there is none."""
-    largest = max(graph.calls(), key=node_flops, default=None)
+def product_dtype(calls: Iterable[fx.Node]) -> torch.dtype:
+    """The dtype of the largest matrix product, convolution or attention among calls; float32 if there is none."""
+    largest = max(calls, key=node_flops, default=None)
     if largest is None or node_flops(largest) == 0:
         return torch.float32
     return next(tensors_in(largest.meta["val"])).dtype
@@ -65,16 +66,26 @@ def product_dtype(graph: StepGraph) -> torch.dtype:
 
 def estimated_times(graph: StepGraph, device: DeviceModel) -> dict[fx.Node, float]:
     """The time of every call by the roofline of a device, without running anything."""
-    return {node: 0.0 if _is_free(node) else _estimate_us(node, device) for node in graph.calls()}
+    return _estimated(graph.calls(), device)
 
 
-def _estimate_us(node: fx.Node, device: DeviceModel) -> float:
+def _estimated(calls: Iterable[fx.Node], device: DeviceModel) -> dict[fx.Node, float]:
+    return {node: 0.0 if is_free(node) else estimate_us(node, device) for node in calls}
+
+
+def estimate_us(node: fx.Node, device: DeviceModel) -> float:
+    """The time of one call by the roofline of a device."""
     traffic = node_bytes(node)
     moving_us = (traffic.read + traffic.written) / device.bytes_per_us
     return max(node_flops(node) / device.flops_per_us, moving_us) + device.overhead_us
 
 
 def measured_times(graph: StepGraph, *, budget_s: float = 2.0) -> dict[fx.Node, float]:
+    """`measure_us` of all calls of a graph."""
+    return measure_us(list(graph.calls()), budget_s=budget_s)
+
+
+def measure_us(calls: Sequence[fx.Node], *, budget_s: float = 2.0) -> dict[fx.Node, float]:
     """The time of every call on the graph's own device, each distinct op measured once.
 
     Ops run on made-up data: the graph's slots and the state of random number generators stay as they are, and memory is
@@ -85,11 +96,11 @@ def measured_times(graph: StepGraph, *, budget_s: float = 2.0) -> dict[fx.Node, 
     Two calls differ, and so do two ranks: whoever decides alike on all ranks has to share one rank's figures.
     """
     started = time.perf_counter()
-    device = device_of(graph.nodes)
-    estimated = estimated_times(graph, calibrate_device(device, product_dtype(graph)))
+    device = device_of(calls)
+    estimated = _estimated(calls, calibrate_device(device, product_dtype(calls)))
     kinds: dict[Any, list[fx.Node]] = {}
-    for node in graph.calls():
-        if not _is_free(node):
+    for node in calls:
+        if not is_free(node):
             kinds.setdefault(_signature(node), []).append(node)
     measured: dict[fx.Node, float] = {}
     with undisturbed(device):
@@ -102,7 +113,7 @@ def measured_times(graph: StepGraph, *, budget_s: float = 2.0) -> dict[fx.Node, 
     return {node: measured.get(node, estimate_us * ratio) for node, estimate_us in estimated.items()}
 
 
-def _is_free(node: fx.Node) -> bool:
+def is_free(node: fx.Node) -> bool:
     """Whether a call takes no time of the device: views, Python arithmetic and `getitem`, collectives."""
     target: Any = node.target
     if not ops.is_op(node):

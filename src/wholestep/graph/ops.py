@@ -11,6 +11,7 @@ import torch
 from torch import fx
 
 from wholestep import _torch
+from wholestep.graph.replay import Replay
 
 aten = torch.ops.aten
 
@@ -80,7 +81,7 @@ def written_arguments(target: Any) -> tuple[int, ...]:
 def is_pure(target: Any) -> bool:
     """Whether a call may be dropped when unused and merged with an equal one."""
     if not _torch.is_op_overload(target):
-        return getattr(target, "__module__", None) in _PYTHON_MODULES
+        return isinstance(target, Replay) or getattr(target, "__module__", None) in _PYTHON_MODULES
     if _torch.namespace(target) not in _KNOWN_NAMESPACES:
         return False
     return not (is_random(target) or written_arguments(target) or _torch.has_side_effect(target))

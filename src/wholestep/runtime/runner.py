@@ -21,6 +21,7 @@ from wholestep.errors import CaptureError, GuardError
 from wholestep.graph import StepGraph
 from wholestep.iteration import Rotate
 from wholestep.passes import DEFAULT_PIPELINE, Pass, Pipeline, run_passes
+from wholestep.remat import Budget, RematPlan, fit_step
 from wholestep.runtime import differential
 from wholestep.runtime.data_parallel import DataParallel, Replicas
 from wholestep.runtime.guards import Call, tensor_type
@@ -36,6 +37,7 @@ class StepOptions:
     """Everything `wholestep.compile` was told; see there."""
 
     dynamic_batch: bool | str = "auto"
+    memory_budget: Budget | None = None
     data_parallel: DataParallel | None = None
     bucket_mb: float = 25.0
     cross_iteration: str | tuple[str, ...] = "auto"
@@ -147,6 +149,11 @@ class StepRunner:
         return self._require_current().plan
 
     @property
+    def memory_plan(self) -> RematPlan | None:
+        """What is kept for the backward and what runs again; None without `memory_budget` and checkpoint regions."""
+        return self._require_current().memory_plan
+
+    @property
     def num_captures(self) -> int:
         """How often the step has been captured so far."""
         return self._num_captures
@@ -193,9 +200,18 @@ class StepRunner:
         started = time.perf_counter()
         rewrite, finish = _cut(self.options.pipeline)
 
+        memory: RematPlan | None = None
+
         def capture_step(zero_gradients: frozenset[str]) -> tuple[Capture, StepGraph]:
+            nonlocal memory
             captured = self._capture(call, zero_gradients)
-            return captured, run_passes(captured.graph, rewrite, dump_dir=self.options.dump_dir)
+            graph = run_passes(captured.graph, rewrite, dump_dir=self.options.dump_dir)
+            if self.options.memory_budget is not None or captured.num_checkpoint_regions:
+                remat, memory = fit_step(
+                    graph, self.options.memory_budget, lambda copy: run_passes(copy, finish, dump_dir=None)
+                )
+                graph = run_passes(graph, [remat], dump_dir=self.options.dump_dir)
+            return captured, graph
 
         with _garbage_collection_paused():
             flush_all()
@@ -210,7 +226,7 @@ class StepRunner:
                 finish = Pipeline((*finish.passes, FillBuckets())) if finish.passes else finish
             graph = run_passes(graph, passes, dump_dir=self.options.dump_dir)
             rotation = Rotation(graph, finish, captured, self._name)
-            fresh = Specialization(captured, rotation, call, plan)
+            fresh = Specialization(captured, rotation, call, plan, memory)
         self._num_captures += 1
         self._remember(fresh)
         self._log(fresh, reason, time.perf_counter() - started)
@@ -287,13 +303,8 @@ class StepRunner:
         else:
             self._reasons.append(reason)
             logger.warning("recompiled %s%s in %.1f s because %s", self._name, dynamic, seconds, reason)
-        if fresh.capture.num_checkpoint_regions:
-            logger.warning(
-                "%s has %d torch.utils.checkpoint regions: captured with the same math, but their activations are kept "
-                "until the backward, so this step needs more memory than eager",
-                self._name,
-                fresh.capture.num_checkpoint_regions,
-            )
+        if fresh.memory_plan is not None:
+            logger.info("%s: %s", self._name, fresh.memory_plan)
         if len(self._reasons) == self.options.recompile_warning:
             logger.warning(
                 "%s has been recompiled %d times; the last reason was: %s. Values that change from call to call should "

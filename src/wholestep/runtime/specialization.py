@@ -10,6 +10,7 @@ from wholestep import _torch
 from wholestep.capture import Capture
 from wholestep.comm.plan import DataParallelPlan
 from wholestep.graph import StepGraph
+from wholestep.remat import RematPlan
 from wholestep.runtime.guards import Call, Check, make_guards, tensor_type
 from wholestep.runtime.rotation import Rotation
 
@@ -17,13 +18,22 @@ from wholestep.runtime.rotation import Rotation
 class Specialization:
     """One graph of a step, for one kind of call.
 
-    `check` says why a call does not fit; `run` executes one step. `plan` says how gradients travel, None on one rank.
+    `check` says why a call does not fit; `run` executes one step. `plan` says how gradients travel, None on one rank;
+    `memory_plan` what is kept for the backward, None if everything is.
     """
 
-    def __init__(self, capture: Capture, rotation: Rotation, call: Call, plan: DataParallelPlan | None) -> None:
+    def __init__(
+        self,
+        capture: Capture,
+        rotation: Rotation,
+        call: Call,
+        plan: DataParallelPlan | None,
+        memory_plan: RematPlan | None = None,
+    ) -> None:
         self.capture = capture
         self.rotation = rotation
         self.plan = plan
+        self.memory_plan = memory_plan
         self.num_runs = 0
         self.leaf_types = {i: tensor_type(leaf) for i, leaf in enumerate(call.leaves) if isinstance(leaf, torch.Tensor)}
         self._install_initial_state()

@@ -319,9 +319,9 @@ def test_symbolic_sizes_cost_what_the_captured_ones_do() -> None:
 
 def test_a_device_has_positive_figures_in_the_dtype_of_the_products() -> None:
     graph = zoo_graph("mlp")
-    assert product_dtype(graph) is torch.float32
+    assert product_dtype(graph.calls()) is torch.float32
     half = torch.ones(4, 4, dtype=torch.bfloat16)
-    assert product_dtype(graph_of(aten.mm.default, half, half, result=half)) is torch.bfloat16
-    assert product_dtype(graph_of(aten.neg.default, half, result=half)) is torch.float32
+    assert product_dtype(graph_of(aten.mm.default, half, half, result=half).calls()) is torch.bfloat16
+    assert product_dtype(graph_of(aten.neg.default, half, result=half).calls()) is torch.float32
     device = calibrate_device(CPU, torch.float64)
     assert min(device.flops_per_us, device.bytes_per_us, device.overhead_us) > 0

@@ -1,0 +1,114 @@
+"""What was decided about a step's memory, as data: kept values, repeated ops, predicted peaks, and why."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from wholestep.remat.budget import readable
+from wholestep.remat.problem import INPUT, Problem
+from wholestep.remat.search import Choice
+from wholestep.remat.simulate import Simulator
+
+
+@dataclass(frozen=True)
+class KeptValue:
+    """A forward value that stays in memory for the backward."""
+
+    name: str
+    module: str
+    num_bytes: int
+    reason: str
+
+
+@dataclass(frozen=True)
+class RepeatedOp:
+    """A forward op that runs again in the backward, `times` times in all, and what one run costs."""
+
+    name: str
+    module: str
+    times: int
+    flops: int
+    moved_bytes: int
+
+
+@dataclass(frozen=True)
+class RematPlan:
+    """The memory plan of a step.
+
+    Peaks are of the whole step, with parameters and optimizer state. `smallest_bytes` is the lowest peak known to be
+    possible (None if nobody had to ask); `repeated_share` is the cost of second runs over that of the forward.
+    """
+
+    budget: str
+    peak_bytes: int
+    unlimited_peak_bytes: int
+    smallest_bytes: int | None
+    repeated_share: float
+    kept: tuple[KeptValue, ...]
+    repeated: tuple[RepeatedOp, ...]
+
+    def as_dict(self) -> dict[str, Any]:
+        """For JSON."""
+        return asdict(self)
+
+    def __str__(self) -> str:
+        kept_bytes = sum(value.num_bytes for value in self.kept)
+        num_runs = sum(op.times for op in self.repeated)
+        return (
+            f"memory budget {self.budget}: peak {readable(self.peak_bytes)} instead of "
+            f"{readable(self.unlimited_peak_bytes)}, {len(self.kept)} values kept ({readable(kept_bytes)}), "
+            f"{num_runs} ops run again ({self.repeated_share:.1%} of the forward)"
+        )
+
+
+def kept_names(problem: Problem, choice: Choice) -> tuple[str, ...]:
+    """Names of the values a choice keeps, as the `remat` pass takes them."""
+    return tuple(problem.values[value].name for value in sorted(choice.decision.kept))
+
+
+def start_names(problem: Problem, choice: Choice) -> tuple[str, ...]:
+    """Names of the late ops with which segments begin."""
+    return tuple(problem.ops[op].name for op in sorted(choice.decision.starts))
+
+
+def describe_choice(problem: Problem, choice: Choice) -> tuple[tuple[KeptValue, ...], tuple[RepeatedOp, ...]]:
+    """What a choice keeps (as far as late ops read it) and what runs again."""
+    simulator = Simulator(problem)
+    is_kept = simulator.kept_flags(choice.decision.kept)
+    events = simulator.events(choice.decision)
+    read = {
+        value
+        for op, segment in events
+        if segment is not None or problem.ops[op].is_late
+        for value in problem.ops[op].reads
+        if is_kept[value] and _is_forward(problem, value)
+    }
+    kept = tuple(_kept_value(problem, value) for value in sorted(read))
+    times = Counter(op for op, segment in events if segment is not None)
+    repeated = tuple(
+        RepeatedOp(op.name, op.module, times[index], op.flops, op.moved_bytes)
+        for index, op in enumerate(problem.ops)
+        if index in times
+    )
+    return kept, repeated
+
+
+def _is_forward(problem: Problem, value: int) -> bool:
+    maker = problem.values[value].maker
+    return maker != INPUT and not problem.ops[maker].is_late
+
+
+def _kept_value(problem: Problem, value: int) -> KeptValue:
+    item = problem.values[value]
+    op = problem.ops[item.maker]
+    if op.unrepeatable:
+        reason = f"cannot run again: {op.unrepeatable}"
+    elif value in problem.must_keep:
+        reason = "annotated so"
+    elif op.flops:
+        reason = f"{op.flops / max(1, item.num_bytes):.0f} flops per byte to compute again"
+    else:
+        reason = "others are computed from it"
+    return KeptValue(item.name, op.module, item.num_bytes, reason)

@@ -1,0 +1,217 @@
+"""What a choice of kept values means: which ops run again, when, and how many bytes are alive at each moment.
+
+Ops run again just in time: in front of the first late op that needs them (by way of other repeated ops or directly),
+in program order among themselves. Within one segment of late ops a value is computed again at most once and lives
+until its last use there; another segment computes it anew.
+
+The simulation walks the events backwards once. A value comes to life (seen from the end) at its last reader and is gone
+before its maker; the bytes alive at an event are those that live across it, its arguments, and its results.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from wholestep.remat.problem import INPUT, Decision, Problem
+
+
+class Event(NamedTuple):
+    """One op that runs: in its own place (`segment` None) or again, for late ops of that segment."""
+
+    op: int
+    segment: int | None = None
+
+    @property
+    def is_again(self) -> bool:
+        return self.segment is not None
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a choice leads to. Bytes are without resident ones; `cost`, `flops`, `moved_bytes` are of repeated ops."""
+
+    peak_bytes: int
+    kept_bytes: int
+    cost: float
+    flops: int
+    moved_bytes: int
+    num_again: int
+
+    def fits(self, budget_bytes: float) -> bool:
+        return self.peak_bytes <= budget_bytes
+
+
+class Simulator:
+    """Judges choices on one problem; made once, asked often."""
+
+    def __init__(self, problem: Problem) -> None:
+        self.problem = problem
+        self.num_calls = 0
+        self._reads = [op.reads for op in problem.ops]
+        self._reads_again = [op.reads_again for op in problem.ops]
+        self._makes = [op.makes for op in problem.ops]
+        self._is_late = [op.is_late for op in problem.ops]
+        self._num_bytes = [value.num_bytes for value in problem.values]
+        self._maker = [value.maker for value in problem.values]
+        self._starts: frozenset[int] = frozenset()
+        self._segment = [0] * len(problem.ops)
+        self._is_counted = [value.maker != INPUT for value in problem.values]
+        self._is_forward = [maker != INPUT and not problem.ops[maker].is_late for maker in self._maker]
+        self._own_place = [(index, (index, None)) for index, op in enumerate(problem.ops) if op.runs]
+        self._never = [not droppable for droppable in problem.droppable]
+        for value, maker in enumerate(self._maker):
+            if maker != INPUT and not problem.ops[maker].runs:
+                self._never[value] = False
+
+    def outcome(self, decision: Decision) -> Outcome:
+        """Peak and cost of keeping these values (and those that cannot be dropped) for late ops."""
+        self.num_calls += 1
+        is_kept = self.kept_flags(decision.kept)
+        self._divide(decision.starts)
+        events = self._events(is_kept)
+        ops = self.problem.ops
+        again = [ops[op] for op, segment in events if segment is not None]
+        peak_bytes, kept_bytes, _ = self._walk(events, is_kept, None)
+        return Outcome(
+            peak_bytes,
+            kept_bytes,
+            sum(op.cost for op in again),
+            sum(op.flops for op in again),
+            sum(op.moved_bytes for op in again),
+            len(again),
+        )
+
+    def events(self, decision: Decision) -> list[Event]:
+        """Everything that runs, in order."""
+        self._divide(decision.starts)
+        return [Event(*event) for event in self._events(self.kept_flags(decision.kept))]
+
+    def timeline(self, decision: Decision) -> list[int]:
+        """Bytes alive at each event, without resident ones."""
+        is_kept = self.kept_flags(decision.kept)
+        self._divide(decision.starts)
+        live: list[int] = []
+        self._walk(self._events(is_kept), is_kept, live)
+        return live[::-1]
+
+    def segments(self, starts: Collection[int]) -> list[int]:
+        """By op: the number of its segment."""
+        numbers: list[int] = []
+        current = 0
+        for index in range(len(self._reads)):
+            current += index in starts
+            numbers.append(current)
+        return numbers
+
+    def live_values(self, decision: Decision, at: int) -> list[int]:
+        """Values alive at an event, each as often as it is held."""
+        is_kept = self.kept_flags(decision.kept)
+        self._divide(decision.starts)
+        return self._walk(self._events(is_kept), is_kept, None, at)[2]
+
+    def _divide(self, starts: frozenset[int]) -> None:
+        if starts != self._starts:
+            self._starts, self._segment = starts, self.segments(starts)
+
+    def kept_flags(self, kept: Iterable[int]) -> list[bool]:
+        """By value: whether late ops read the original, because it is kept or cannot be dropped."""
+        is_kept = list(self._never)
+        for value in kept:
+            is_kept[value] = True
+        for value in self.problem.must_drop:
+            is_kept[value] = False
+        return is_kept
+
+    def _events(self, is_kept: list[bool]) -> list[tuple[int, int | None]]:
+        reads, maker, segment_of, is_late = self._reads, self._maker, self._segment, self._is_late
+        first_need: list[dict[int, int] | None] = [None] * len(reads)
+        for index in range(len(reads) - 1, -1, -1):
+            if is_late[index]:
+                segment = segment_of[index]
+                for value in reads[index]:
+                    if not is_kept[value]:
+                        source = maker[value]
+                        needs = first_need[source]
+                        if needs is None:
+                            first_need[source] = {segment: index}
+                        else:
+                            needs[segment] = index
+                continue
+            own = first_need[index]
+            if own is None:
+                continue
+            for value in reads[index]:
+                if not is_kept[value]:
+                    source = maker[value]
+                    needs = first_need[source]
+                    if needs is None:
+                        first_need[source] = dict(own)
+                        continue
+                    for segment, time in own.items():
+                        known = needs.get(segment)
+                        if known is None or time < known:
+                            needs[segment] = time
+        return self._merged(first_need)
+
+    def _merged(self, first_need: list[dict[int, int] | None]) -> list[tuple[int, int | None]]:
+        again_at: dict[int, list[tuple[int, int | None]]] = {}
+        for index, needs in enumerate(first_need):
+            if needs:
+                for segment, time in needs.items():
+                    again_at.setdefault(time, []).append((index, segment))
+        events: list[tuple[int, int | None]] = []
+        for index, event in self._own_place:
+            if index in again_at:
+                events += again_at[index]
+            events.append(event)
+        return events
+
+    def _walk(
+        self, events: list[tuple[int, int | None]], is_kept: list[bool], live_bytes: list[int] | None, at: int = -1
+    ) -> tuple[int, int, list[int]]:
+        """Peak bytes, kept bytes, and the values alive at event `at`; bytes of each event go to `live_bytes`, reversed.
+
+        An instance of a value is its number, plus a multiple of their count for what a segment has computed again.
+        """
+        reads, makes, num_bytes, is_late = self._reads, self._makes, self._num_bytes, self._is_late
+        segment_of, is_counted, count = self._segment, self._is_counted, len(self._num_bytes)
+        is_forward, reads_again = self._is_forward, self._reads_again
+        alive = set(self.problem.returned)
+        current = sum(num_bytes[value] for value in alive)
+        peak = kept_bytes = 0
+        for position in range(len(events) - 1, -1, -1):
+            index, segment = events[position]
+            late_or_again = segment is not None or is_late[index]
+            offset = 0
+            if late_or_again:
+                offset = ((segment_of[index] if segment is None else segment) + 1) * count
+            for value in reads[index] if segment is None else reads[index] + reads_again[index]:
+                if not is_counted[value]:
+                    continue
+                is_original = not late_or_again or is_kept[value]
+                key = value if is_original else value + offset
+                if key not in alive:
+                    alive.add(key)
+                    current += num_bytes[value]
+                    if is_original and late_or_again and is_forward[value]:
+                        kept_bytes += num_bytes[value]
+            unread = 0
+            made = 0
+            for value in makes[index]:
+                key = value if segment is None else value + offset
+                if key in alive:
+                    alive.remove(key)
+                    made += num_bytes[value]
+                else:
+                    unread += num_bytes[value]
+            now = current + unread
+            if position == at:
+                return peak, kept_bytes, [key % count for key in (*alive, *makes[index])]
+            current -= made
+            if live_bytes is not None:
+                live_bytes.append(now)
+            if now > peak:
+                peak = now
+        return peak, kept_bytes, []
