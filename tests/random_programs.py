@@ -8,7 +8,7 @@ from wholestep.remat.problem import INPUT, Op, Problem, Value
 
 
 @st.composite
-def problems(draw: st.DrawFn, max_forward: int = 8, max_late: int = 6) -> Problem:
+def problems(draw: st.DrawFn, max_forward: int = 8, max_late: int = 6, *, fused: bool = False) -> Problem:
     """A problem with resident inputs, several results per op, ops that must not run again, and returned values."""
     values = [Value("input", 0, INPUT)]
     ops: list[Op] = []
@@ -18,7 +18,10 @@ def problems(draw: st.DrawFn, max_forward: int = 8, max_late: int = 6) -> Proble
         reads = tuple(draw(st.permutations(sources))[:num_reads])
         num_made = draw(st.sampled_from((1, 1, 1, 2)))
         makes = tuple(range(len(values), len(values) + num_made))
-        values.extend(Value(f"{name}.{index}", draw(st.integers(0, 9)), len(ops)) for index in range(num_made))
+        for index in range(num_made):
+            flags = draw(st.tuples(st.booleans(), st.booleans())) if fused else (False, False)
+            keep_cost = float(draw(st.integers(0, 3))) if fused else 0.0
+            values.append(Value(f"{name}.{index}", draw(st.integers(0, 9)), len(ops), *flags, keep_cost))
         cost = draw(st.integers(0, 9))
         reason = "" if is_late or draw(st.integers(0, 5)) else "because"
         ops.append(Op(name, reads, makes, is_late=is_late, cost=float(cost), flops=cost, unrepeatable=reason))

@@ -63,6 +63,18 @@ def is_random(target: Any) -> bool:
     return _torch.is_op_overload(target) and torch.Tag.nondeterministic_seeded in _torch.tags(target)
 
 
+def draws(node: fx.Node) -> bool:
+    """Whether a call draws random numbers, as opposed to an operator that could: attention without dropout does not."""
+    if not is_random(node.target):
+        return False
+    names = [argument.name for argument in _torch.schema(node.target).arguments]
+    if "dropout_p" not in names:
+        return True
+    position = names.index("dropout_p")
+    given = node.args[position] if position < len(node.args) else node.kwargs.get("dropout_p", 0.0)
+    return bool(given != 0.0)
+
+
 @functools.cache
 def is_collective(target: Any) -> bool:
     """Whether the operator talks to other ranks (or waits for them)."""

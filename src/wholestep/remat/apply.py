@@ -93,7 +93,7 @@ class _Rewriter:
         kwargs = map_nodes(source.kwargs, lambda node: self._resolved(node, segment, before))
         target = source.target
         assert callable(target)
-        if ops.is_random(target):
+        if ops.draws(source):
             device = next(str(tensor.device) for tensor in tensors_in(source.meta["val"]))
             args = (self._state_before(source, device), *args)
             target = Replay(target, device)

@@ -131,20 +131,25 @@ class _Cutter:
         self.late = late
         self.position = {op: index for index, op in enumerate(forward)}
         self.last_read = {
-            value: max((self.position[op] for op in problem.readers[value] if op in self.position), default=index)
+            value: index
             for index, op in enumerate(forward)
             for value in problem.ops[op].makes
+            if not problem.values[value].fused_own
         }
+        for index, op in enumerate(forward):
+            self.last_read |= {value: index for value in problem.own_reads[op] if value in self.last_read}
 
     @cached_property
     def context(self) -> frozenset[int]:
         values = self.problem.values
         long = _CONTEXT_SHARE * len(self.forward)
         small_bytes = _SMALL_SHARE * max((values[value].num_bytes for value in self.last_read), default=0)
+        made = [value for op in self.forward for value in self.problem.ops[op].makes]
         return frozenset(
             value
-            for value, last in self.last_read.items()
-            if last - self.position[values[value].maker] > long or values[value].num_bytes <= small_bytes
+            for value in made
+            if values[value].num_bytes <= small_bytes
+            or self.last_read.get(value, 0) - self.position[values[value].maker] > long
         )
 
     @cached_property
@@ -160,7 +165,8 @@ class _Cutter:
         lowest: dict[int, tuple[int, int]] = {}
         alive: set[int] = set()
         for position, op in enumerate(self.forward):
-            alive.update(value for value in self.problem.ops[op].makes if value not in self.context)
+            made = [value for value in self.problem.ops[op].makes if value in self.last_read]
+            alive.update(value for value in made if value not in self.context)
             alive = {value for value in alive if self.last_read[value] > position}
             large_bytes = _LARGE_SHARE * max((num_bytes[value] for value in alive), default=0)
             large = [value for value in alive if num_bytes[value] > large_bytes]
@@ -214,7 +220,7 @@ class _Cutter:
         segments: list[int] = []
         current = 0
         for op in reversed(self.late):
-            current = max(current, *(self._block_read(value) for value in self.problem.ops[op].reads), 0)
+            current = max(current, *(self._block_read(value) for value in self.problem.own_reads[op]), 0)
             segments.append(current)
         return segments[::-1]
 
@@ -238,7 +244,9 @@ class _Cutter:
         helpers = self._helpers(late)
         held = self._held_bytes(late)
         return tuple(
-            Block((*helpers[block], *forward[block]), tuple(late[block]), self._borders(block), held[block])
+            Block(
+                tuple(sorted({*helpers[block], *forward[block]})), tuple(late[block]), self._borders(block), held[block]
+            )
             for block in range(num_blocks)
         )
 

@@ -134,7 +134,7 @@ class _Reader:
             self._note(node, self._aliased(node))
             return
         is_late = node in self._late
-        state = () if is_late or not ops.is_random(node.target) else self._state_of(node)
+        state = () if is_late or not ops.draws(node) else self._state_of(node)
         number = len(self.ops)
         known = len(self.values)
         self._note(node, self._new_parts(node, number))
@@ -150,7 +150,7 @@ class _Reader:
                 moved_bytes=0 if is_late else _moved_bytes(node),
                 unrepeatable="" if is_late else unrepeatable(node),
                 reads_again=state,
-                is_random=ops.is_random(node.target),
+                is_random=ops.draws(node),
                 runs=node not in self.reading.unplaced,
                 module=node.meta.get("fqn", ""),
                 kind=str(node.target),
@@ -213,7 +213,7 @@ def unrepeatable(node: fx.Node) -> str:
     if _torch.packet_name(target) in _SEEDS:
         return "it draws seeds"
     if ops.is_random(target):
-        return "" if _is_replayable(node) else "its randomness cannot be replayed"
+        return "" if not ops.draws(node) or _is_replayable(node) else "its randomness cannot be replayed"
     if ops.is_collective(target):
         return "it talks to other ranks"
     if ops.written_arguments(target):

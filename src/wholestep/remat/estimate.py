@@ -35,7 +35,7 @@ def estimated_costs(nodes: Iterable[fx.Node], estimator: str) -> Mapping[fx.Node
     if estimator == "flops":
         return {node: _by_flops(node) for node in calls}
     if estimator == "roofline":
-        return {node: 0.0 if is_free(node) else estimate_us(node, _device_of(node)) for node in calls}
+        return {node: 0.0 if is_free(node) else estimate_us(node, typical_device([node])) for node in calls}
     if estimator == "profile":
         return measure_us(calls)
     raise WholestepError(f"there is no estimator '{estimator}'; choose from {', '.join(ESTIMATORS)}")
@@ -48,6 +48,7 @@ def _by_flops(node: fx.Node) -> float:
     return node_flops(node) + _FLOPS_PER_BYTE * (traffic.read + traffic.written)
 
 
-def _device_of(node: fx.Node) -> DeviceModel:
-    kinds = {tensor.device.type for tensor in tensors_in(node.meta.get("val"))}
+def typical_device(nodes: Iterable[fx.Node]) -> DeviceModel:
+    """A typical GPU if there is anything on one, a typical core otherwise."""
+    kinds = {tensor.device.type for node in nodes for tensor in tensors_in(node.meta.get("val"))}
     return _TYPICAL["cuda" if "cuda" in kinds else "cpu"]

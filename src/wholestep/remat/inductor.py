@@ -8,7 +8,6 @@ from typing import Any
 
 from torch import fx
 
-from wholestep import _aot_torch
 from wholestep._version import __version__
 from wholestep.remat.budget import Budget
 from wholestep.remat.partition import partition_joint
@@ -23,8 +22,10 @@ class InductorBackend:
     estimator: str = "roofline"
 
     def __call__(self, module: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
+        from wholestep import _inductor_torch  # takes seconds
+
         identity = f"wholestep {__version__} {self.budget} {self.solver} {self.estimator}"
-        return _aot_torch.compile_with_partition(module, example_inputs, self.partition, identity)
+        return _inductor_torch.compile_with_partition(module, example_inputs, self.partition, identity)
 
     def partition(self, joint: fx.GraphModule, *, num_fwd_outputs: int) -> tuple[fx.GraphModule, fx.GraphModule]:
         """Forward and backward of a joint graph whose random ops are pure already."""
@@ -34,6 +35,6 @@ class InductorBackend:
             memory_budget=self.budget,
             solver=self.solver,
             estimator=self.estimator,
-            replay=False,
+            fusing=True,
         )
         return found.forward, found.backward

@@ -216,7 +216,7 @@ class _Backward:
         args = map_nodes(node.args, lambda source: self._resolved(source, segment))
         kwargs = map_nodes(node.kwargs, lambda source: self._resolved(source, segment))
         target: Any = node.target
-        if ops.is_random(target) and node in self.joint.forward:
+        if ops.draws(node) and node in self.joint.forward:
             device = str(next(iter(_tensors(node))).device)
             args, target = (self._state(node), *args), Replay(target, device)
         copy = self.graph.create_node("call_function", target, args, kwargs, name=node.name)

@@ -9,7 +9,8 @@ from torch import fx
 
 from wholestep.errors import BudgetError, WholestepError
 from wholestep.remat.budget import Budget, readable
-from wholestep.remat.estimate import estimated_costs
+from wholestep.remat.estimate import estimated_costs, typical_device
+from wholestep.remat.fusion import fused
 from wholestep.remat.joint import Joint, deduplicated, read_joint, split_joint
 from wholestep.remat.knapsack import METHODS
 from wholestep.remat.problem import Problem
@@ -37,16 +38,29 @@ def partition_joint(
     memory_budget: object = 1.0,
     solver: str = "auto",
     estimator: str = "flops",
-    replay: bool = True,
+    fusing: bool = False,
 ) -> Partition:
-    """See `wholestep.partition`; this also returns the plan. Without `replay` random ops never run again."""
+    """See `wholestep.partition`; this also returns the plan.
+
+    `fusing` plans for a compiler that fuses ops. It gets random ops that are pure already; others never run again.
+    """
     if solver not in SOLVERS:
         raise WholestepError(f"there is no solver '{solver}'; choose from {', '.join(SOLVERS)}")
     budget = Budget.of(memory_budget)
     merged = deduplicated(module)
     joint = read_joint(merged, num_fwd_outputs, estimated_costs(merged.graph.nodes, estimator))
-    planner = Planner(joint.program.problem if replay else _without_replay(joint.program.problem))
+    if fusing:
+        problem = fused(joint.program, typical_device(merged.graph.nodes))
+        joint = replace(joint, program=replace(joint.program, problem=_without_replay(problem)))
+    planner = Planner(joint.problem)
     choice = choose(planner, budget, solver)
+    logger.info(
+        "memory budget %s: peak %s predicted, %s of it inputs; %d ops run again",
+        budget,
+        readable(choice.outcome.peak_bytes + joint.problem.resident_bytes),
+        readable(joint.problem.resident_bytes),
+        choice.outcome.num_again,
+    )
     forward, backward = split_joint(joint, choice.decision)
     return Partition(forward, backward, joint, choice)
 
@@ -59,8 +73,8 @@ def choose(planner: Planner, budget: Budget, solver: str = "auto") -> Choice:
         return planner.without_flops
     if budget.share is not None:
         if budget.share >= 1:
-            return planner.everything
-        low, high = planner.smallest.outcome.peak_bytes, planner.everything.outcome.peak_bytes
+            return planner.cheapest
+        low, high = planner.smallest.outcome.peak_bytes, planner.cheapest.outcome.peak_bytes
         limit = low + round(budget.share * (high - low))
     else:
         assert budget.num_bytes is not None

@@ -50,11 +50,18 @@ class Value:
     Inputs are resident: parameters, optimizer state, the batch. They are there before and after and not counted. What
     arrives at some moment and goes once it is used (tangents, what the call before has left) is made by an op without
     arguments at that moment.
+
+    A compiler that fuses ops never writes some values to memory: whoever reads such a value reads what it is made from
+    instead. `fused_own` says so of the first run (unless the value is kept), `fused_again` of second runs. `keep_cost`
+    is what keeping the value costs by itself, for a fused one that it is written at all.
     """
 
     name: str
     num_bytes: int
     maker: int
+    fused_own: bool = False
+    fused_again: bool = False
+    keep_cost: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -124,6 +131,21 @@ class Problem:
         return sum(self.ops[index].flops for index in self.forward_ops)
 
     @cached_property
+    def own_reads(self) -> tuple[tuple[int, ...], ...]:
+        """By op: what its own run reads from memory, looking through fused values."""
+        through: dict[int, tuple[int, ...]] = {}
+        reads: list[tuple[int, ...]] = []
+        for op in self.ops:
+            reads.append(tuple(dict.fromkeys(item for value in op.reads for item in through.get(value, (value,)))))
+            through |= {value: reads[-1] for value in op.makes if self.values[value].fused_own}
+        return tuple(reads)
+
+    @cached_property
+    def is_fused(self) -> bool:
+        """Whether any value is."""
+        return any(value.fused_own or value.fused_again for value in self.values)
+
+    @cached_property
     def readers(self) -> tuple[tuple[int, ...], ...]:
         """By value: ops that read it, in program order."""
         readers: list[list[int]] = [[] for _ in self.values]
@@ -141,7 +163,8 @@ class Problem:
         Forward values made elsewhere become resident: who keeps them pays for them. Late ones arrive in front of the
         first late op; those that are needed behind the last one are returned.
         """
-        inside, last = set(ops), max(ops)
+        ops = sorted(ops)  # who reads comes behind who makes
+        inside, last = set(ops), ops[-1]
         read = dict.fromkeys(value for op in ops for value in (*self.ops[op].reads, *self.ops[op].reads_again))
         entering = [value for value in read if self._is_late(value) and self.values[value].maker not in inside]
         order = [op for op in ops if not self.ops[op].is_late]
@@ -165,7 +188,7 @@ class Problem:
         }
         part = Problem(
             tuple(parts),
-            tuple(Value(self.values[value].name, self.values[value].num_bytes, makers[value]) for value in number),
+            tuple(replace(self.values[value], maker=makers[value]) for value in number),
             frozenset(returned),
             frozenset(number[value] for value in self.must_keep if value in number),
             frozenset(number[value] for value in self.must_drop if value in number),

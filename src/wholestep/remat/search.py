@@ -59,6 +59,13 @@ class Planner:
         return self.judge(Decision(frozenset(self.problem.choices), self._starts))
 
     @cached_property
+    def cheapest(self) -> Choice:
+        """The least cost, whatever the peak: keeping everything, unless that has a price of its own."""
+        if not self.problem.is_fused:
+            return self.everything
+        return self.plan(round(_SAME_PEAK * self.everything.outcome.peak_bytes)) or self.everything
+
+    @cached_property
     def smallest(self) -> Choice:
         """The lowest peak that is found, give or take a hundredth: the last bytes are the dearest."""
         best = min(filter(self._is_affordable, [self.everything, *self._portfolio]), key=_by_peak)
@@ -79,7 +86,7 @@ class Planner:
 
     def plan(self, budget_bytes: int) -> Choice | None:
         """The cheapest choice found whose peak is at most the budget; None if there is none."""
-        if self.everything.outcome.fits(budget_bytes):
+        if not self.problem.is_fused and self.everything.outcome.fits(budget_bytes):
             return self.everything
         fitting = self._fitting(budget_bytes)
         if not fitting and self.smallest.outcome.fits(budget_bytes):

@@ -10,7 +10,7 @@ before its maker; the bytes alive at an event are those that live across it, its
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -59,6 +59,10 @@ class Simulator:
         self._segment = [0] * len(problem.ops)
         self._is_counted = [value.maker != INPUT for value in problem.values]
         self._is_forward = [maker != INPUT and not problem.ops[maker].is_late for maker in self._maker]
+        self._fused_own = [value.fused_own for value in problem.values]
+        self._fused_again = [value.fused_again for value in problem.values]
+        self._keep_cost = [value.keep_cost for value in problem.values]
+        self._own_reads = problem.own_reads if problem.is_fused else self._reads
         self._own_place = [(index, (index, None)) for index, op in enumerate(problem.ops) if op.runs]
         self._never = [not droppable for droppable in problem.droppable]
         for value, maker in enumerate(self._maker):
@@ -73,11 +77,11 @@ class Simulator:
         events = self._events(is_kept)
         ops = self.problem.ops
         again = [ops[op] for op, segment in events if segment is not None]
-        peak_bytes, kept_bytes, _ = self._walk(events, is_kept, None)
+        peak_bytes, kept_bytes, keep_cost, _ = self._walk(events, is_kept, None)
         return Outcome(
             peak_bytes,
             kept_bytes,
-            sum(op.cost for op in again),
+            keep_cost + sum(op.cost for op in again),
             sum(op.flops for op in again),
             sum(op.moved_bytes for op in again),
             len(again),
@@ -109,7 +113,7 @@ class Simulator:
         """Values alive at an event, each as often as it is held."""
         is_kept = self.kept_flags(decision.kept)
         self._divide(decision.starts)
-        return self._walk(self._events(is_kept), is_kept, None, at)[2]
+        return self._walk(self._events(is_kept), is_kept, None, at)[3]
 
     def _divide(self, starts: frozenset[int]) -> None:
         if starts != self._starts:
@@ -170,14 +174,22 @@ class Simulator:
 
     def _walk(
         self, events: list[tuple[int, int | None]], is_kept: list[bool], live_bytes: list[int] | None, at: int = -1
-    ) -> tuple[int, int, list[int]]:
-        """Peak bytes, kept bytes, and the values alive at event `at`; bytes of each event go to `live_bytes`, reversed.
+    ) -> tuple[int, int, float, list[int]]:
+        """Peak bytes, kept bytes, what keeping costs, values alive at event `at`; bytes of events go to `live_bytes`.
 
         An instance of a value is its number, plus a multiple of their count for what a segment has computed again.
         """
         reads, makes, num_bytes, is_late = self._reads, self._makes, self._num_bytes, self._is_late
         segment_of, is_counted, count = self._segment, self._is_counted, len(self._num_bytes)
         is_forward, reads_again = self._is_forward, self._reads_again
+        late_reads = self._late_reads(is_kept) if self.problem.is_fused else reads.__getitem__
+        fused_own, fused_again, keep_costs, own_reads = (
+            self._fused_own,
+            self._fused_again,
+            self._keep_cost,
+            self._own_reads,
+        )
+        keep_cost = 0.0
         alive = set(self.problem.returned)
         current = sum(num_bytes[value] for value in alive)
         peak = kept_bytes = 0
@@ -187,7 +199,8 @@ class Simulator:
             offset = 0
             if late_or_again:
                 offset = ((segment_of[index] if segment is None else segment) + 1) * count
-            for value in reads[index] if segment is None else reads[index] + reads_again[index]:
+            read = late_reads(index) if late_or_again else own_reads[index]
+            for value in read if segment is None else read + reads_again[index]:
                 if not is_counted[value]:
                     continue
                 is_original = not late_or_again or is_kept[value]
@@ -197,6 +210,8 @@ class Simulator:
                     current += num_bytes[value]
                     if is_original and late_or_again and is_forward[value]:
                         kept_bytes += num_bytes[value]
+                        keep_cost += keep_costs[value]
+            is_fused = fused_own if segment is None else fused_again
             unread = 0
             made = 0
             for value in makes[index]:
@@ -204,14 +219,38 @@ class Simulator:
                 if key in alive:
                     alive.remove(key)
                     made += num_bytes[value]
-                else:
+                elif not is_fused[value]:
                     unread += num_bytes[value]
             now = current + unread
             if position == at:
-                return peak, kept_bytes, [key % count for key in (*alive, *makes[index])]
+                return peak, kept_bytes, keep_cost, [key % count for key in (*alive, *makes[index])]
             current -= made
             if live_bytes is not None:
                 live_bytes.append(now)
             if now > peak:
                 peak = now
-        return peak, kept_bytes, []
+        return peak, kept_bytes, keep_cost, []
+
+    def _late_reads(self, is_kept: list[bool]) -> Callable[[int], tuple[int, ...]]:
+        """What a late op, or one that runs again, reads from memory, looking through fused values.
+
+        A late value that another segment reads is written: what it is made from may be gone by then.
+        """
+        reads, maker, is_late, segment_of = self._reads, self._maker, self._is_late, self._segment
+        known: dict[int, tuple[int, ...]] = {}
+
+        def of_op(index: int) -> tuple[int, ...]:
+            if index not in known:
+                known[index] = tuple(dict.fromkeys(item for value in reads[index] for item in of_value(value, index)))
+            return known[index]
+
+        def of_value(value: int, reader: int) -> tuple[int, ...]:
+            source = maker[value]
+            if source == INPUT:
+                return (value,)
+            if is_late[source]:
+                is_near = segment_of[source] == segment_of[reader]
+                return of_op(source) if self._fused_own[value] and is_near else (value,)
+            return of_op(source) if self._fused_again[value] and not is_kept[value] else (value,)
+
+        return of_op
