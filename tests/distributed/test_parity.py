@@ -62,6 +62,15 @@ def test_every_model(case: str) -> None:
     assert_one_capture(assert_ddp_parity(Training(case, CASES[case]), ALL, plans=("both",)))
 
 
+@pytest.mark.parametrize("cross_iteration", ["all", "auto"])
+def test_within_a_memory_budget(cross_iteration: str) -> None:
+    sides: dict[str, MakeSide] = {
+        "budget": partial(wholestep_side, cross_iteration=cross_iteration, memory_budget=0.2, dynamic_batch=False)
+    }
+    training = Training("gpt", "adamw_fused", batch_sizes=((32,),))
+    assert_one_capture(assert_ddp_parity(training, sides, plans=("both",)))
+
+
 OPTIMIZERS = [
     "sgd",
     "sgd_plain",

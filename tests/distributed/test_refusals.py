@@ -95,9 +95,15 @@ class Setup:
     data_parallel: str = "replicate"
     bucket_mb: Any = 25
     cross_iteration: Any = "all"
+    memory_budget: Any = None
 
     def compile(self, model: nn.Module, data_parallel: Any = None) -> Any:
-        side = partial(wholestep_side, bucket_mb=self.bucket_mb, cross_iteration=self.cross_iteration)
+        side = partial(
+            wholestep_side,
+            bucket_mb=self.bucket_mb,
+            cross_iteration=self.cross_iteration,
+            memory_budget=self.memory_budget,
+        )
         chosen = data_parallel if data_parallel is not None else self.data_parallel
         return side(STEPS[self.step], model, Training(), data_parallel=chosen).function
 
@@ -169,7 +175,12 @@ def _refusals(setups: list[Setup]) -> list[Refusal]:
 @pytest.mark.parametrize("odd", [0, 1])
 @pytest.mark.parametrize(
     ("option", "usual", "other"),
-    [("bucket_mb", 25, 12.5), ("cross_iteration", "all", "none"), ("cross_iteration", "all", ["first"])],
+    [
+        ("bucket_mb", 25, 12.5),
+        ("cross_iteration", "all", "none"),
+        ("cross_iteration", "all", ["first"]),
+        ("memory_budget", 0.5, 0.25),
+    ],
 )
 def test_options_that_differ(option: str, usual: Any, other: Any, odd: int) -> None:
     setups = [Setup(**{option: other if rank == odd else usual}) for rank in range(2)]

@@ -18,7 +18,7 @@ from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sd
 
 from wholestep import _torch
 from wholestep.cost.memory import node_bytes, tensors_in, written_values
-from wholestep.graph import ops
+from wholestep.graph import Replay, ops
 
 aten = torch.ops.aten
 
@@ -64,10 +64,13 @@ def total_cost(nodes: Iterable[fx.Node]) -> Cost:
 
 def node_flops(node: fx.Node) -> int:
     """Floating point operations of a matrix product, convolution or attention; 0 for every other node."""
-    formula = _formula(node.target) if ops.is_op(node) else None
+    target, given = node.target, node.args
+    if isinstance(target, Replay):
+        target, given = target.target, node.args[1:]
+    formula = _formula(target) if _torch.is_op_overload(target) else None
     if formula is None:
         return 0
-    args, kwargs = map_arg((node.args, node.kwargs), _stand_in)  # pyright: ignore[reportGeneralTypeIssues]
+    args, kwargs = map_arg((given, node.kwargs), _stand_in)  # pyright: ignore[reportGeneralTypeIssues]
     return int(formula(*args, **kwargs, out_val=_stand_in(node)))
 
 

@@ -27,14 +27,20 @@ class NoCutError(ValueError):
 
 
 def min_cut(
-    problem: Problem, may_repeat: Callable[[int], bool], weight: Callable[[int], int] | None = None
+    problem: Problem,
+    may_repeat: Callable[[int], bool],
+    weight: Callable[[int], int] | None = None,
+    *,
+    through_unplaced: bool = True,
 ) -> frozenset[int]:
     """Values to keep, of least total weight (bytes by default), such that no op runs again that must not.
 
     Values the problem cannot drop are not among them; `must_drop` values are not kept unless they cannot be repeated.
+    Without `through_unplaced`, what late ops need by way of ops that have no place of their own does not count: fewer
+    bytes are kept, and ops run again that must not, if those needs have to be met.
     """
     weigh = weight or (lambda value: problem.values[value].num_bytes)
-    needed = _needed(problem)
+    needed = _needed(problem, through_unplaced)
     network = FlowNetwork(2)
     source, sink = 0, 1
     choosable = frozenset(problem.choices)
@@ -55,7 +61,7 @@ def min_cut(
                     network.add_edge(leave[value], sink, infinity)
             continue
         made = [value for value in op.makes if value in enter]
-        if not made:
+        if not made or not (op.runs or through_unplaced):
             continue
         op_vertex[index] = network.add_vertex()
         for value in made:
@@ -71,11 +77,12 @@ def min_cut(
     return frozenset(value for value in weights if leave[value] in behind and enter[value] not in behind)
 
 
-def _needed(problem: Problem) -> list[int]:
+def _needed(problem: Problem, through_unplaced: bool) -> list[int]:
     """Values that late ops may ask for and that can be dropped, in order."""
     asked: set[int] = set()
     for op in reversed(problem.ops):
-        if op.is_late or any(value in asked for value in op.makes):
+        counts = op.runs or through_unplaced
+        if op.is_late or (counts and any(value in asked for value in op.makes)):
             asked.update(value for value in op.reads if problem.droppable[value])
     return sorted(asked)
 

@@ -20,6 +20,7 @@ from wholestep.remat.problem import INPUT, Decision, Problem
 from wholestep.remat.simulate import Simulator
 
 _MAX_PATTERNS = 24
+_MAX_PATTERNS_TOGETHER = 6
 _MAX_CUTS = 12
 
 
@@ -179,7 +180,7 @@ class _Judge:
         """A few choices for several blocks together: nothing, and what minimum cuts keep."""
         for start in (frozenset[int](), *self._cuts()):
             self.judge(start & frozenset(self.choices))
-        return self._pareto(4)
+        return self._pareto(_MAX_PATTERNS_TOGETHER)
 
     def _cuts(self) -> list[frozenset[int]]:
         """Minimum cuts for growing sets of ops that may run again: cheap ones per byte first."""
@@ -193,8 +194,10 @@ class _Judge:
         cuts: list[frozenset[int]] = []
         for limit in limits:
             cuts.append(min_cut(part, lambda op, limit=limit: price(op) <= limit or op in part.forced))
-        flops_free = min_cut(part, lambda op: part.ops[op].flops == 0 or op in part.forced)
-        return list(dict.fromkeys([*cuts, flops_free]))
+        for through in (True, False):
+            allowed = lambda op: part.ops[op].flops == 0 or op in part.forced  # noqa: E731
+            cuts.append(min_cut(part, allowed, through_unplaced=through))
+        return list(dict.fromkeys(cuts))
 
     def _walk_up(self, start: frozenset[int]) -> None:
         """Add values one by one, those first that save the most cost per byte by themselves."""

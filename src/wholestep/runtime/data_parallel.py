@@ -100,8 +100,10 @@ class Replicas:
         bucket_mb: float,
         cross_iteration: str | tuple[str, ...],
         timeout_s: float,
+        memory_budget: str | None = None,
     ) -> None:
         self.options = options
+        self.memory_budget = memory_budget
         self.bucket_mb = bucket_mb
         self.cross_iteration = cross_iteration
         self.name = name
@@ -206,6 +208,7 @@ class Replicas:
             else self.cross_iteration,
             "reduce": self.options.reduce,
             "link": self.options.link,
+            "memory_budget": self.memory_budget,
         }
 
     def _broadcast_state(self, captured: Capture) -> None:

@@ -8,7 +8,7 @@ import gc
 import logging
 import time
 from collections.abc import Callable, Generator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Self
 
@@ -17,11 +17,12 @@ import torch
 from wholestep.capture import Capture, capture, discover
 from wholestep.comm import FillBuckets, SplitOptimizer
 from wholestep.comm.plan import DataParallelPlan
+from wholestep.cost import profile_memory
 from wholestep.errors import CaptureError, GuardError
 from wholestep.graph import StepGraph
 from wholestep.iteration import Rotate
 from wholestep.passes import DEFAULT_PIPELINE, Pass, Pipeline, run_passes
-from wholestep.remat import Budget, RematPlan, fit_step
+from wholestep.remat import Budget, RematPlan, fit_step, readable
 from wholestep.runtime import differential
 from wholestep.runtime.data_parallel import DataParallel, Replicas
 from wholestep.runtime.guards import Call, tensor_type
@@ -226,11 +227,27 @@ class StepRunner:
                 finish = Pipeline((*finish.passes, FillBuckets())) if finish.passes else finish
             graph = run_passes(graph, passes, dump_dir=self.options.dump_dir)
             rotation = Rotation(graph, finish, captured, self._name)
-            fresh = Specialization(captured, rotation, call, plan, memory)
+            fresh = Specialization(captured, rotation, call, plan, self._finished(memory, rotation))
         self._num_captures += 1
         self._remember(fresh)
         self._log(fresh, reason, time.perf_counter() - started)
         return fresh
+
+    def _finished(self, memory: RematPlan | None, rotation: Rotation) -> RematPlan | None:
+        """The memory plan with the peak of the graph that runs: buckets and what crosses iterations come on top."""
+        if memory is None:
+            return None
+        memory = replace(memory, peak_bytes=profile_memory(rotation.graph).peak_bytes)
+        budget = self.options.memory_budget
+        if budget is not None and budget.num_bytes is not None and memory.peak_bytes > budget.num_bytes:
+            logger.warning(
+                "%s needs %s, more than its memory budget of %s: gradient buckets and pending updates came on top of "
+                "what was planned; ask for that much less",
+                self._name,
+                readable(memory.peak_bytes),
+                readable(budget.num_bytes),
+            )
+        return memory
 
     def _replicas_of(self, options: DataParallel) -> Replicas:
         if self._replicas is None:
@@ -240,6 +257,7 @@ class StepRunner:
                 self.options.bucket_mb,
                 self.options.cross_iteration,
                 self.options.agreement_timeout_s,
+                None if self.options.memory_budget is None else str(self.options.memory_budget),
             )
         return self._replicas
 

@@ -15,7 +15,7 @@ from torch.utils.flop_counter import FlopCounterMode
 import wholestep
 from wholestep.api import CompiledStep
 from wholestep.cost import Cost, Traffic, node_bytes, node_cost, node_elementwise_flops, node_flops, total_cost
-from wholestep.graph import Phase
+from wholestep.graph import Phase, Replay
 from wholestep.zoo import Batch, get
 from wholestep.zoo.gpt import GPTConfig, make_case
 
@@ -186,3 +186,11 @@ def test_a_symbolic_batch_costs_what_the_captured_one_does() -> None:
         totals.append(total_cost(step.graph.calls()))
     assert totals[0].flops == totals[1].flops > 0
     assert totals[0].bytes_moved == totals[1].bytes_moved > 0
+
+
+def test_an_attention_that_is_replayed_counts_like_the_first_one() -> None:
+    query = torch.empty(2, 4, 32, 16, device="meta")
+    target = aten._scaled_dot_product_flash_attention_for_cpu.default
+    first = call(target, query, query, query)
+    again = call(Replay(target, "cpu"), torch.get_rng_state(), query, query, query)
+    assert node_flops(again) == node_flops(first) > 0
