@@ -20,7 +20,8 @@ from wholestep.remat.problem import INPUT, Decision, Problem
 from wholestep.remat.simulate import Simulator
 
 _MAX_PATTERNS = 24
-_MAX_PATTERNS_TOGETHER = 6
+# Patterns of several blocks together; fewer in long chains, where there are many places for each.
+_MAX_TOGETHER, _MAX_TOGETHER_OF_MANY, _MANY_BLOCKS = 6, 3, 60
 _MAX_CUTS = 12
 
 
@@ -52,6 +53,7 @@ class PatternBook:
         self.blocks = blocks
         self.context = context
         self._kinds = [self._kind(block) for block in blocks]
+        self._max_together = _MAX_TOGETHER if len(blocks) <= _MANY_BLOCKS else _MAX_TOGETHER_OF_MANY
         self._known: dict[Any, list[tuple[tuple[Place, ...], bool, int, int, float]]] = {}
 
     def patterns(self, start: int, count: int = 1) -> list[Pattern]:
@@ -83,9 +85,11 @@ class PatternBook:
         divisions = [frozenset[int]()]
         if len(blocks) > 1:
             divisions.append(frozenset(position[block.late[0]] for block in blocks if block.late))
+        is_thorough = len(blocks) == 1 or len(self.blocks) <= _MANY_BLOCKS
+        cuts = _cuts(part, _MAX_CUTS if is_thorough else self._max_together)
         for starts in divisions:
             judge = _Judge(part, borders, context, starts)
-            patterns = judge.worthwhile() if len(blocks) == 1 else judge.sparse()
+            patterns = judge.worthwhile(cuts) if len(blocks) == 1 else judge.sparse(cuts, self._max_together)
             found += [(kept, not starts, kept_bytes, peak, cost) for kept, kept_bytes, peak, cost in patterns]
         place = {
             value: (number, position, result)
@@ -138,6 +142,20 @@ class PatternBook:
         )
 
 
+def _cuts(part: Problem, num_prices: int) -> list[frozenset[int]]:
+    """Minimum cuts for growing sets of ops that may run again: cheap ones per byte first."""
+
+    def price(op: int) -> float:
+        return part.ops[op].cost / max(1, part.num_bytes(part.ops[op].makes))
+
+    prices = sorted({price(part.values[value].maker) for value in part.choices})
+    limits = [*prices[:: max(1, math.ceil(len(prices) / num_prices))], math.inf]
+    cuts = [min_cut(part, lambda op, limit=limit: price(op) <= limit or op in part.forced) for limit in limits]
+    for through in (True, False):
+        cuts.append(min_cut(part, lambda op: part.ops[op].flops == 0 or op in part.forced, through_unplaced=through))
+    return list(dict.fromkeys(cuts))
+
+
 @dataclass
 class _Judge:
     """Tries choices on one part."""
@@ -168,36 +186,19 @@ class _Judge:
     def _is_read_late(self, value: int) -> bool:
         return any(self.part.ops[op].is_late for op in self.part.readers[value])
 
-    def worthwhile(self) -> list[tuple[frozenset[int], int, int, float]]:
-        starts = [frozenset[int](), frozenset(self.choices), *self._cuts()]
+    def worthwhile(self, cuts: list[frozenset[int]]) -> list[tuple[frozenset[int], int, int, float]]:
+        starts = [frozenset[int](), frozenset(self.choices), *cuts]
         for start in starts:
             self.judge(start & frozenset(self.choices))
         for start in list(self.known):
             self._walk_up(start)
         return self._pareto(_MAX_PATTERNS)
 
-    def sparse(self) -> list[tuple[frozenset[int], int, int, float]]:
+    def sparse(self, cuts: list[frozenset[int]], limit: int) -> list[tuple[frozenset[int], int, int, float]]:
         """A few choices for several blocks together: nothing, and what minimum cuts keep."""
-        for start in (frozenset[int](), *self._cuts()):
+        for start in (frozenset[int](), *cuts):
             self.judge(start & frozenset(self.choices))
-        return self._pareto(_MAX_PATTERNS_TOGETHER)
-
-    def _cuts(self) -> list[frozenset[int]]:
-        """Minimum cuts for growing sets of ops that may run again: cheap ones per byte first."""
-        part = self.part
-
-        def price(op: int) -> float:
-            return part.ops[op].cost / max(1, part.num_bytes(part.ops[op].makes))
-
-        prices = sorted({price(self.part.values[value].maker) for value in self.choices})
-        limits = [*prices[:: max(1, math.ceil(len(prices) / _MAX_CUTS))], math.inf]
-        cuts: list[frozenset[int]] = []
-        for limit in limits:
-            cuts.append(min_cut(part, lambda op, limit=limit: price(op) <= limit or op in part.forced))
-        for through in (True, False):
-            allowed = lambda op: part.ops[op].flops == 0 or op in part.forced  # noqa: E731
-            cuts.append(min_cut(part, allowed, through_unplaced=through))
-        return list(dict.fromkeys(cuts))
+        return self._pareto(limit)
 
     def _walk_up(self, start: frozenset[int]) -> None:
         """Add values one by one, those first that save the most cost per byte by themselves."""

@@ -32,6 +32,7 @@ _MAX_FORWARDS = 8
 _POLISH_WORK = 60_000
 # Beyond this the chains do well, and minimum cuts of the whole take their time.
 _MAX_KNAPSACK_OPS = 3000
+_NEARLY = 0.9
 _NUM_PRICES = 4
 
 
@@ -97,9 +98,12 @@ class Planner:
     def _fitting(self, budget_bytes: int) -> list[Choice]:
         """All choices known that fit, after asking everyone."""
         self._from_chains(budget_bytes)
+        choices = [*self._known.values(), *self._portfolio]
         if len(self.problem.ops) <= _MAX_KNAPSACK_OPS:
-            self.by_knapsack(budget_bytes, "greedy")
-        choices = (*self._known.values(), *self._portfolio)
+            by_worth = self.by_knapsack(budget_bytes, "greedy")
+            choices += [] if by_worth is None else [by_worth]
+            if budget_bytes >= _NEARLY * self.without_flops.outcome.peak_bytes:
+                choices += self._single_drops
         return [choice for choice in choices if choice.outcome.fits(budget_bytes) and self._is_affordable(choice)]
 
     def _is_affordable(self, choice: Choice) -> bool:
@@ -139,6 +143,20 @@ class Planner:
             else:
                 high = middle
         return best
+
+    @cached_property
+    def _single_drops(self) -> list[Choice]:
+        """From what is kept if nothing dear runs again, one dear result is dropped: often enough for a few bytes."""
+        problem = self.problem
+        makers = {problem.values[value].maker for value in self.without_flops.decision.kept}
+        found: list[Choice] = []
+        for dropped in sorted(maker for maker in makers if problem.ops[maker].flops):
+            kept = min_cut(
+                problem,
+                lambda op, dropped=dropped: problem.ops[op].flops == 0 or op == dropped or op in problem.forced,
+            )
+            found.append(self.judge(Decision(kept, self._starts)))
+        return found
 
     def smallest_without_flops(self) -> Choice:
         """The lowest peak that is found if no matrix product, convolution or attention runs again."""
