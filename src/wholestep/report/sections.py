@@ -8,6 +8,7 @@ from wholestep._version import __version__
 from wholestep.graph import StepGraph
 from wholestep.report.charts import memory_chart
 from wholestep.report.document import Bar, Card, Cell, Code, Figure, Prose, Report, Section, Table
+from wholestep.report.memory_plan import memory_sections
 from wholestep.report.parallel import loop_sections, plan_sections
 from wholestep.report.summary import (
     GraphSummary,
@@ -34,6 +35,7 @@ def step_report(step: StepRunner) -> Report:
         sections=(
             *_recompile_section(step),
             *plan_sections(step),
+            *memory_sections(step),
             _phase_section(summary),
             _memory_section(summary),
             _module_section(summary),

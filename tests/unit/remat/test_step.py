@@ -15,7 +15,7 @@ import wholestep
 from wholestep import BudgetError, PassError, zoo
 from wholestep.cost import measure_peak, profile_memory
 from wholestep.graph import Replay
-from wholestep.remat import Budget
+from wholestep.remat import Budget, readable
 from wholestep.zoo.case import ZooCase
 
 BATCH = 64
@@ -222,6 +222,16 @@ def test_a_dynamic_batch_within_a_budget() -> None:
     )
     assert step.num_captures == 1
     assert step.memory_plan.repeated
+
+
+def test_a_step_explains_its_memory() -> None:
+    _, step = peak_of(zoo.get("gpt"), memory_budget=0.3)
+    text = step.explain()
+    assert f"Memory budget 0.3: peak {readable(step.memory_plan.peak_bytes)}" in text
+    for line in ("ops run again", "blocks.0.expand"):
+        assert line in text
+    _, unlimited = peak_of(zoo.get("gpt"), dynamic_batch=False)
+    assert "Memory budget" not in unlimited.explain()
 
 
 def test_plans_are_data() -> None:
