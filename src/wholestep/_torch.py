@@ -354,8 +354,8 @@ def compiling_flag(value: bool) -> Generator[None]:
 
 
 @contextlib.contextmanager
-def transparent_checkpoints(region: Callable[[], contextlib.AbstractContextManager[None]]) -> Generator[None]:
-    """Run `torch.utils.checkpoint` regions as plain calls, each inside `region()`.
+def transparent_checkpoints(region: Callable[..., contextlib.AbstractContextManager[None]]) -> Generator[None]:
+    """Run `torch.utils.checkpoint` regions as plain calls, each inside `region(context_fn)`.
 
     Traced as they are, checkpoints redraw dropout masks in the recomputation and the reentrant kind loses gradients.
     The math is the plain call's; which tensors to recompute is a decision on the graph.
@@ -367,8 +367,8 @@ def transparent_checkpoints(region: Callable[[], contextlib.AbstractContextManag
         with region(), torch.set_grad_enabled(inputs_need_grad and torch.is_grad_enabled()):
             return function(*args)
 
-    def non_reentrant(*_: Any, **__: Any) -> Generator[None]:
-        with region():
+    def non_reentrant(_function: Any, _preserve_rng: Any, context_fn: Any, *_: Any, **__: Any) -> Generator[None]:
+        with region(context_fn):
             yield
 
     module = torch.utils.checkpoint

@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import contextlib
 import re
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import fx, nn
 from torch.optim import Optimizer
+from torch.utils.checkpoint import CheckpointPolicy, SelectiveCheckpointContext
 
 from wholestep import _torch
 from wholestep.capture import source
 from wholestep.errors import CaptureError
-from wholestep.graph import Phase, Slot, SlotKind
+from wholestep.graph import Phase, Slot, SlotKind, map_nodes, ops
 
 _PLAIN_TYPES = (torch.Tensor, nn.Parameter, nn.Buffer)
 
@@ -65,6 +66,7 @@ class Session:
     _incoming_frozen: bool = False
     _clearing: bool = False
     _last_annotated: fx.Node | None = None
+    _checkpoint_policy: Callable[..., Any] | None = None
 
     def lift(self, real: Any, slot: Slot, dynamic_dims: tuple[int, ...] = ()) -> Any:
         """Make a real tensor or number an input of the graph under `slot`; returns its traced twin."""
@@ -189,16 +191,30 @@ class Session:
             self.phase = previous
 
     @contextlib.contextmanager
-    def in_checkpoint_region(self) -> Generator[None]:
-        """Tag what is traced inside as one region of `torch.utils.checkpoint`."""
+    def in_checkpoint_region(self, context_fn: Callable[[], Any] | None = None) -> Generator[None]:
+        """Tag what is traced inside as one region of `torch.utils.checkpoint`, whose `context_fn` may have a policy."""
         self.annotate()
-        previous, self.checkpoint_region = self.checkpoint_region, self.num_checkpoint_regions
+        previous = self.checkpoint_region, self._checkpoint_policy
+        self.checkpoint_region = self.num_checkpoint_regions
+        self._checkpoint_policy = None if context_fn is None else getattr(context_fn()[0], "policy_fn", None)
         self.num_checkpoint_regions += 1
         try:
             yield
         finally:
             self.annotate()
-            self.checkpoint_region = previous
+            self.checkpoint_region, self._checkpoint_policy = previous
+
+    def _note_checkpoint(self, node: fx.Node) -> None:
+        """Which region a node is in, and whether the region's policy saves it: `must_save`, `prefer_recompute`, ..."""
+        node.meta["checkpoint_region"] = self.checkpoint_region
+        if self._checkpoint_policy is None or not ops.is_op(node) or ops.is_view(node.target):
+            return
+        args, kwargs = map_nodes((node.args, node.kwargs), lambda source: source.meta.get("val"))
+        context = SelectiveCheckpointContext(is_recompute=False)
+        answer = self._checkpoint_policy(context, node.target, *args, **kwargs)
+        if isinstance(answer, bool):
+            answer = CheckpointPolicy.MUST_SAVE if answer else CheckpointPolicy.PREFER_RECOMPUTE
+        node.meta["checkpoint_policy"] = answer.name.lower()
 
     def _phase_now(self) -> Phase:
         """After the update, work without gradients (averaging weights) belongs to the optimizer."""
@@ -223,7 +239,7 @@ class Session:
             if out_of_place:
                 node.meta["out_of_place"] = True
             if self.checkpoint_region is not None:
-                node.meta["checkpoint_region"] = self.checkpoint_region
+                self._note_checkpoint(node)
         self._last_annotated = next(iter(reversed(self.tracer.graph.nodes)), None)
 
 

@@ -117,7 +117,9 @@ class _Reader:
             tuple(self.ops),
             tuple(self.values),
             frozenset(value for value in returned if self.values[value].maker != INPUT),
-            must_drop=_in_checkpoint_regions(self.nodes, self.values, self.ops, returned),
+            must_keep=_with_policy(self.nodes, self.ops, "must_save"),
+            must_drop=_in_checkpoint_regions(self.nodes, self.values, self.ops, returned)
+            - _with_policy(self.nodes, self.ops, "must_save", "prefer_save"),
             resident_bytes=sum(value.num_bytes for value in resident),
         )
         return Program(problem, tuple(self.nodes), self.values_of)
@@ -228,6 +230,16 @@ def _is_replayable(node: fx.Node) -> bool:
         if isinstance(value, torch.Tensor)
     }
     return devices <= {"cpu", "cuda"}
+
+
+def _with_policy(nodes: Sequence[fx.Node | None], all_ops: Sequence[Op], *policies: str) -> frozenset[int]:
+    """Forward values of ops for which a selective checkpoint has one of these policies."""
+    return frozenset(
+        value
+        for node, op in zip(nodes, all_ops)
+        if node is not None and not op.is_late and node.meta.get("checkpoint_policy") in policies
+        for value in op.makes
+    )
 
 
 def _in_checkpoint_regions(

@@ -105,7 +105,6 @@ class _Fitting:
             budget="none" if budget is None else str(budget),
             peak_bytes=tried.peak_bytes,
             unlimited_peak_bytes=everything.peak_bytes,
-            smallest_bytes=None,
             repeated_share=tried.choice.outcome.cost / max(problem.forward_cost, 1e-9),
             kept=kept,
             repeated=repeated,

@@ -37,14 +37,13 @@ class RepeatedOp:
 class RematPlan:
     """The memory plan of a step.
 
-    Peaks are of the whole step, with parameters and optimizer state. `smallest_bytes` is the lowest peak known to be
-    possible (None if nobody had to ask); `repeated_share` is the cost of second runs over that of the forward.
+    Peaks are of the whole step, with parameters and optimizer state. `repeated_share` is the cost of second runs over
+    that of the forward.
     """
 
     budget: str
     peak_bytes: int
     unlimited_peak_bytes: int
-    smallest_bytes: int | None
     repeated_share: float
     kept: tuple[KeptValue, ...]
     repeated: tuple[RepeatedOp, ...]

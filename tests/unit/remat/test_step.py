@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from functools import partial
 from typing import Any
 
 import pytest
@@ -189,6 +190,40 @@ def test_the_border_of_two_checkpoint_regions_is_kept() -> None:
     assert {"first.0", "first.1", "second.0", "second.1"} <= set(repeated)
     assert "first.2" not in repeated
     assert all(op.times == 1 for op in step.memory_plan.repeated)
+
+
+def test_selective_checkpoint_policies() -> None:
+    aten = torch.ops.aten
+
+    def policy(_context: Any, op: Any, *_: Any, **__: Any) -> checkpoint.CheckpointPolicy:
+        if op is aten.tanh.default:
+            return checkpoint.CheckpointPolicy.MUST_SAVE
+        if op is aten.sigmoid.default:
+            return checkpoint.CheckpointPolicy.PREFER_SAVE
+        return checkpoint.CheckpointPolicy.PREFER_RECOMPUTE
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8), nn.Sigmoid(), nn.Linear(8, 8))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            contexts = partial(checkpoint.create_selective_checkpoint_contexts, policy)
+            return checkpoint.checkpoint(self.inner, x, use_reentrant=False, context_fn=contexts).square().sum()
+
+    model, reference = Model(), Model()
+    reference.load_state_dict(model.state_dict())
+    batch = torch.randn(64, 8)
+    for budget in (None, 0.0):
+        step = wholestep.compile(_plain_step, memory_budget=budget)
+        loss = step(model, torch.optim.SGD(model.parameters(), lr=0.1), batch)
+        assert torch.equal(loss, _plain_step(reference, torch.optim.SGD(reference.parameters(), lr=0.1), batch))
+        assert step.memory_plan is not None
+        repeated = {op.module for op in step.memory_plan.repeated}
+        assert "inner.1" not in repeated
+        if budget is None:
+            assert not {"inner.0", "inner.3"} & repeated  # kept as preferred, and nobody needs what it is made from
+    assert all(torch.equal(ours, theirs) for ours, theirs in zip(model.parameters(), reference.parameters()))
 
 
 def test_gradient_accumulation_within_a_budget() -> None:
