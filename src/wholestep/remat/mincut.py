@@ -40,7 +40,7 @@ def min_cut(
     bytes are kept, and ops run again that must not, if those needs have to be met.
     """
     weigh = weight or (lambda value: problem.values[value].num_bytes)
-    needed = _needed(problem, through_unplaced)
+    needed = problem.asked_for(through_unplaced=through_unplaced)
     network = FlowNetwork(2)
     source, sink = 0, 1
     choosable = frozenset(problem.choices)
@@ -75,16 +75,6 @@ def min_cut(
         raise NoCutError(_uncut_path(problem, may_repeat, choosable))
     behind = network.sink_side(sink)
     return frozenset(value for value in weights if leave[value] in behind and enter[value] not in behind)
-
-
-def _needed(problem: Problem, through_unplaced: bool) -> list[int]:
-    """Values that late ops may ask for and that can be dropped, in order."""
-    asked: set[int] = set()
-    for op in reversed(problem.ops):
-        counts = op.runs or through_unplaced
-        if op.is_late or (counts and any(value in asked for value in op.makes)):
-            asked.update(value for value in op.reads if problem.droppable[value])
-    return sorted(asked)
 
 
 def _uncut_path(problem: Problem, may_repeat: Callable[[int], bool], choosable: frozenset[int]) -> list[str]:

@@ -99,14 +99,21 @@ class Problem:
 
     @cached_property
     def choices(self) -> tuple[int, ...]:
-        """Values that can be kept or dropped and whose fate matters: what late ops may ask for, directly or not."""
+        """Values that can be kept or dropped and whose fate matters."""
+        return tuple(
+            value
+            for value in self.asked_for()
+            if value not in self.must_drop and self.ops[self.values[value].maker].runs
+        )
+
+    def asked_for(self, *, through_unplaced: bool = True) -> list[int]:
+        """Droppable values that late ops may ask for, directly or by way of repeated ops, in order."""
         asked: set[int] = set()
         for op in reversed(self.ops):
-            if op.is_late or any(value in asked for value in op.makes):
+            counts = op.runs or through_unplaced
+            if op.is_late or (counts and any(value in asked for value in op.makes)):
                 asked.update(value for value in op.reads if self.droppable[value])
-        return tuple(
-            value for value in sorted(asked) if value not in self.must_drop and self.ops[self.values[value].maker].runs
-        )
+        return sorted(asked)
 
     @cached_property
     def forced(self) -> frozenset[int]:

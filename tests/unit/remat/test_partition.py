@@ -47,7 +47,7 @@ def saved_nodes(forward: fx.GraphModule, num_fwd_outputs: int = 1) -> list[fx.No
 
 
 @pytest.mark.parametrize("budget", BUDGETS)
-def test_gradients_are_those_of_autograd_bit_for_bit(budget: float) -> None:
+def test_the_halves_do_what_the_joint_graph_does_bit_for_bit(budget: float) -> None:
     model = network()
     joint = trace_joint(lambda x: model(x).square().sum(), model, torch.randn(32, 16))
     forward, backward = wholestep.partition(joint.module, num_fwd_outputs=1, memory_budget=budget)
