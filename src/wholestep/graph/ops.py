@@ -21,6 +21,12 @@ WAIT = torch.ops._c10d_functional.wait_tensor.default
 # Alias their input although their schema does not say so, or say so only for autograd's sake.
 _UNDECLARED_VIEWS = frozenset({aten._unsafe_view.default, aten.lift_fresh.default, aten.detach.default})
 
+# Write to running statistics although their schema does not say so: a second run would count a batch twice.
+_UNDECLARED_WRITERS = frozenset(
+    {"cudnn_batch_norm", "miopen_batch_norm", "native_batch_norm", "batch_norm_update_stats"}
+    | {"batch_norm_gather_stats", "batch_norm_gather_stats_with_counts"}
+)
+
 # Operators of other libraries may do more than their schema says: they are kept and never merged.
 _KNOWN_NAMESPACES = frozenset({"aten", "prims"})
 
@@ -94,7 +100,7 @@ def is_pure(target: Any) -> bool:
     """Whether a call may be dropped when unused and merged with an equal one."""
     if not _torch.is_op_overload(target):
         return isinstance(target, Replay) or getattr(target, "__module__", None) in _PYTHON_MODULES
-    if _torch.namespace(target) not in _KNOWN_NAMESPACES:
+    if _torch.namespace(target) not in _KNOWN_NAMESPACES or _torch.packet_name(target) in _UNDECLARED_WRITERS:
         return False
     return not (is_random(target) or written_arguments(target) or _torch.has_side_effect(target))
 

@@ -421,3 +421,13 @@ def test_dead_code_goes_but_random_numbers_are_still_drawn() -> None:
 @pytest.mark.parametrize("passes", [None, ""])
 def test_unused_random_numbers_leave_the_stream_where_eager_leaves_it(passes: str | None) -> None:
     Twins(small_world(Wasteful), mse_step, passes=passes).steps(3, X, Y)
+
+
+@pytest.mark.parametrize(
+    "name", ["cudnn_batch_norm", "miopen_batch_norm", "native_batch_norm", "batch_norm_update_stats"]
+)
+def test_operators_that_write_running_statistics_unannounced_are_not_pure(name: str) -> None:
+    """Their schema has no write; merged, dropped or run again they would count a batch too few or too many."""
+    target = getattr(torch.ops.aten, name).default
+    assert not ops.written_arguments(target)
+    assert not ops.is_pure(target)
