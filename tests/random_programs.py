@@ -24,7 +24,19 @@ def problems(draw: st.DrawFn, max_forward: int = 8, max_late: int = 6, *, fused:
             values.append(Value(f"{name}.{index}", draw(st.integers(0, 9)), len(ops), *flags, keep_cost))
         cost = draw(st.integers(0, 9))
         reason = "" if is_late or draw(st.integers(0, 5)) else "because"
-        ops.append(Op(name, reads, makes, is_late=is_late, cost=float(cost), flops=cost, unrepeatable=reason))
+        in_place = fused and draw(st.booleans())
+        ops.append(
+            Op(
+                name,
+                reads,
+                makes,
+                is_late=is_late,
+                cost=float(cost),
+                flops=cost,
+                unrepeatable=reason,
+                in_place=in_place,
+            )
+        )
 
     num_forward = draw(st.integers(1, max_forward))
     for index in range(num_forward):

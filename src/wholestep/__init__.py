@@ -1,7 +1,7 @@
 """Wholestep compiles a whole PyTorch training step: forward, loss, backward and optimizer as one graph."""
 
 from wholestep._version import __version__
-from wholestep.api import DataParallel, compile, inductor, partition
+from wholestep.api import BanRules, DataParallel, compile, inductor, partition
 from wholestep.errors import (
     BudgetError,
     CaptureError,
@@ -15,6 +15,7 @@ from wholestep.errors import (
 )
 
 __all__ = [
+    "BanRules",
     "BudgetError",
     "CaptureError",
     "DataParallel",

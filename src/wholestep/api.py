@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, overload
 
@@ -13,10 +13,13 @@ from wholestep._logging import attach_handler
 from wholestep._settings import Settings
 from wholestep.errors import WholestepError
 from wholestep.passes import DEFAULT_PIPELINE, Pipeline
-from wholestep.remat import Budget, InductorBackend, partition_joint
+from wholestep.remat import BanRules, InductorBackend, StepBudget, partition_joint
 from wholestep.report.explain import explain_step
 from wholestep.report.html import write_step_report
+from wholestep.report.memory_plan import write_memory_pictures
 from wholestep.runtime import DataParallel, StepOptions, StepRunner
+
+MemoryBudget = float | str | Mapping[str, float | str]
 
 
 class CompiledStep(StepRunner):
@@ -34,6 +37,15 @@ class CompiledStep(StepRunner):
         """Write a self-contained HTML report about the step and return its path."""
         return write_step_report(self, Path(path))
 
+    def memory_pictures(self, folder: str | Path, format: str = "svg") -> tuple[Path, ...]:
+        """Draw the memory plan into a folder and return the files; `format` is `"svg"`, or `"png"` with matplotlib.
+
+        `pareto`: the work that each peak costs, with the chosen plan. `memory`: live bytes op by op, with everything
+        kept and with the plan. `modules`: bytes kept and work repeated by module. Many budgets are planned for the
+        first, which takes about as long as the first call's planning did.
+        """
+        return write_memory_pictures(self, Path(folder), format)
+
 
 @overload
 def compile(fn: Callable[..., Any]) -> CompiledStep: ...
@@ -43,7 +55,8 @@ def compile(fn: Callable[..., Any]) -> CompiledStep: ...
 def compile(
     fn: None = None,
     *,
-    memory_budget: float | str | None = ...,
+    memory_budget: MemoryBudget | None = ...,
+    chunk_loss: int | str | None = ...,
     data_parallel: Any = ...,
     bucket_mb: float = ...,
     cross_iteration: str | Sequence[str] = ...,
@@ -58,7 +71,8 @@ def compile(
 def compile(
     fn: Callable[..., Any],
     *,
-    memory_budget: float | str | None = ...,
+    memory_budget: MemoryBudget | None = ...,
+    chunk_loss: int | str | None = ...,
     data_parallel: Any = ...,
     bucket_mb: float = ...,
     cross_iteration: str | Sequence[str] = ...,
@@ -72,7 +86,8 @@ def compile(
 def compile(
     fn: Callable[..., Any] | None = None,
     *,
-    memory_budget: float | str | None = None,
+    memory_budget: MemoryBudget | None = None,
+    chunk_loss: int | str | None = None,
     data_parallel: Any = None,
     bucket_mb: float = 25,
     cross_iteration: str | Sequence[str] = "auto",
@@ -95,7 +110,11 @@ def compile(
 
     Args:
         memory_budget: the highest peak of the whole step: bytes (`"12GiB"`, `800_000_000`), or a share from 0 (the
-            least that is possible) to 1 (no limit). Forward ops run again in the backward to get there.
+            least that is possible) to 1 (no limit). Forward ops run again in the backward to get there. A mapping
+            bounds what modules keep for the backward, by name or pattern, `""` being the peak of the whole step:
+            `{"": "12GiB", "encoder.layers.*": 0.3, "head": 1.0}`. A module's share is one of what it keeps now.
+        chunk_loss: how many chunks the last linear layer and the cross entropy run in, 2 or more, or `"auto"`; only the
+            order of sums over rows changes.
         data_parallel: `"replicate"` trains the same model on all ranks of the default process group, a `ProcessGroup`
             or a one-dimensional `DeviceMesh` on those; a `wholestep.DataParallel` says more. Pass the plain model:
             gradients are averaged like DDP's, rank 0's parameters and buffers are broadcast before the first step.
@@ -114,20 +133,11 @@ def compile(
     The first call captures; later calls run the graph. What is returned carries no autograd history.
     """
     if fn is None:
-        return functools.partial(
-            compile,
-            memory_budget=memory_budget,
-            data_parallel=data_parallel,
-            bucket_mb=bucket_mb,
-            cross_iteration=cross_iteration,
-            dynamic_batch=dynamic_batch,
-            verify=verify,
-            max_iters=max_iters,
-            passes=passes,
-        )
+        options_given = {name: value for name, value in locals().items() if name != "fn"}
+        return functools.partial(compile, **options_given)
     if not callable(fn):
         raise WholestepError(f"wholestep.compile takes a train step (a function), not a {type(fn).__name__}")
-    _check(bucket_mb, cross_iteration, dynamic_batch, verify, max_iters, passes)
+    _check(chunk_loss, bucket_mb, cross_iteration, dynamic_batch, verify, max_iters, passes)
     settings = Settings.from_environ()
     if settings.log_level is not None:
         attach_handler(settings.log_level)
@@ -135,7 +145,8 @@ def compile(
         return fn
     pipeline = DEFAULT_PIPELINE if passes is None else passes
     options = StepOptions(
-        memory_budget=None if memory_budget is None else Budget.of(memory_budget),
+        memory_budget=None if memory_budget is None else StepBudget.of(memory_budget),
+        chunk_loss=chunk_loss,
         data_parallel=DataParallel.of(data_parallel),
         bucket_mb=float(bucket_mb),
         cross_iteration=cross_iteration if isinstance(cross_iteration, str) else tuple(cross_iteration),
@@ -155,21 +166,25 @@ def partition(
     joint_gm: fx.GraphModule,
     *,
     num_fwd_outputs: int,
-    memory_budget: float | str = 1.0,
+    memory_budget: MemoryBudget = 1.0,
     solver: str = "auto",
     estimator: str = "flops",
+    rules: BanRules | None = None,
 ) -> tuple[fx.GraphModule, fx.GraphModule]:
     """Cut a joint graph, as AOTAutograd traces it, into a forward and a backward module.
 
     Args:
         num_fwd_outputs: how many of the graph's outputs the forward returns; the others are gradients.
         memory_budget: the highest peak of the two: bytes (`"12GiB"`), parameters and inputs included, or a share from 0
-            (the least that is possible) to 1 (keep whatever the backward needs).
+            (the least that is possible) to 1 (keep whatever the backward needs). A mapping is also for modules, as in
+            `wholestep.compile`.
         solver: `"auto"` plans for the peak. `"greedy"`, `"dp"` and `"ilp"` choose by a knapsack which matrix products,
             convolutions and attentions to keep; `"mincut"` keeps the fewest bytes without repeating any of those,
             `"default"` keeps everything, both whatever the budget.
         estimator: what a second run costs: `"flops"`, `"roofline"` (flops and bytes on a typical device) or `"profile"`
             (measured here).
+        rules: cheap ops that `"mincut"`, `"greedy"`, `"dp"` and `"ilp"` must not repeat either; `wholestep.BanRules()`
+            is what compilers that fuse usually go by. None is no such rule.
 
     The joint graph is left as it is. Raises `BudgetError`, which names the smallest feasible budget.
     """
@@ -179,12 +194,17 @@ def partition(
         memory_budget=memory_budget,
         solver=solver,
         estimator=estimator,
+        rules=rules,
     )
     return result.forward, result.backward
 
 
 def inductor(
-    *, memory_budget: float | str = 1.0, solver: str = "auto", estimator: str = "roofline"
+    *,
+    memory_budget: MemoryBudget = 1.0,
+    solver: str = "auto",
+    estimator: str = "roofline",
+    rules: BanRules | None = None,
 ) -> Callable[[fx.GraphModule, list[Any]], Callable[..., Any]]:
     """A `torch.compile` backend: Inductor, with Wholestep deciding what is kept for the backward.
 
@@ -192,14 +212,21 @@ def inductor(
 
     See `wholestep.partition` for the arguments.
     """
-    budget = Budget.of(memory_budget)
-    return InductorBackend(budget, solver, estimator)
+    return InductorBackend(StepBudget.of(memory_budget), solver, estimator, rules)
 
 
 def _check(
-    bucket_mb: object, cross_iteration: object, dynamic_batch: object, verify: object, max_iters: object, passes: object
+    chunk_loss: object,
+    bucket_mb: object,
+    cross_iteration: object,
+    dynamic_batch: object,
+    verify: object,
+    max_iters: object,
+    passes: object,
 ) -> None:
     """Refuse options of the wrong kind, one sentence each."""
+    if not (chunk_loss in (None, "auto") or (_is_count(chunk_loss) and chunk_loss not in (0, 1))):
+        raise WholestepError(f"chunk_loss is a number of chunks, 2 or more, or 'auto', not {chunk_loss!r}")
     if isinstance(bucket_mb, bool) or not isinstance(bucket_mb, (int, float)) or not 0 < bucket_mb < float("inf"):
         raise WholestepError(f"bucket_mb is a size in megabytes, more than 0, not {bucket_mb!r}")
     if not _is_choice_or_names(cross_iteration):

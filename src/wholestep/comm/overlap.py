@@ -76,6 +76,7 @@ def own_nodes(gradients: Iterable[fx.Node]) -> list[fx.Node]:
     while pending:
         node = pending.pop()
         is_own = node.op == "call_function" and node.meta["phase"] is Phase.BACKWARD and not ops.has_effect(node)
+        is_own = is_own and not node.meta.get("in_chunk")  # it would hold the logits of its chunk
         if is_own and all(user in own or user.meta.get("phase") is not Phase.BACKWARD for user in node.users):
             own.add(node)
             pending.extend(node.all_input_nodes)

@@ -2,6 +2,7 @@
 
 from wholestep.cost.flops import Cost, node_cost, node_elementwise_flops, node_flops, total_cost
 from wholestep.cost.link import Link, calibrate_link
+from wholestep.cost.logits import LogitsAtPeak, dominant_logits
 from wholestep.cost.measure import MeasuredPeak, measure_peak
 from wholestep.cost.memory import LiveValue, MemoryProfile, Traffic, node_bytes, profile_memory
 from wholestep.cost.op_time import DeviceModel, calibrate_device, estimated_times, measured_times, product_dtype
@@ -11,11 +12,13 @@ __all__ = [
     "DeviceModel",
     "Link",
     "LiveValue",
+    "LogitsAtPeak",
     "MeasuredPeak",
     "MemoryProfile",
     "Traffic",
     "calibrate_device",
     "calibrate_link",
+    "dominant_logits",
     "estimated_times",
     "measure_peak",
     "measured_times",

@@ -16,7 +16,7 @@ from torch import fx
 from torch.fx.node import map_arg
 
 from wholestep import _torch
-from wholestep.graph import Phase, Slot, SlotKind, StepGraph, ops
+from wholestep.graph import LossHead, Phase, Slot, SlotKind, StepGraph, ops
 
 # They read as many elements of their first argument as they return, not all of it.
 _GATHERING = frozenset({"embedding", "gather", "index", "index_select"})
@@ -119,13 +119,14 @@ def _returns_argument(node: fx.Node) -> bool:
 
 @dataclass(frozen=True)
 class LiveValue:
-    """A storage that is alive at some moment, under the name of the node that made it."""
+    """A storage that is alive at some moment, under the name of the node that made it; `head` if it holds logits."""
 
     name: str
     num_bytes: int
     slot: Slot | None = None
     phase: Phase | None = None
     fqn: str = ""
+    head: LossHead | None = None
 
 
 @dataclass(frozen=True)
@@ -183,9 +184,8 @@ def profile_memory(graph: StepGraph) -> MemoryProfile:
 def _live_value(graph: StepGraph, owner: fx.Node, num_bytes: int) -> LiveValue:
     slot = graph.slot_of(owner)
     name = owner.name if slot is None else slot.id
-    return LiveValue(
-        name, num_bytes, slot, owner.meta.get("phase") if slot is None else None, owner.meta.get("fqn", "")
-    )
+    phase = owner.meta.get("phase") if slot is None else None
+    return LiveValue(name, num_bytes, slot, phase, owner.meta.get("fqn", ""), owner.meta.get("loss_head"))
 
 
 @dataclass

@@ -65,7 +65,8 @@ class StepGraph:
     op belongs to), `gradient_of` (parameter names, on the node that holds a parameter's accumulated gradient),
     `earlier_gradient_of` (the same, as a backward before the last one left it). Set by passes: `bucket` (number, on a
     bucket's collective and wait), `reduces` and `reduced_gradient_of` (whose gradients), `next_iteration` (number of
-    the block that is to run in the next iteration), `applies` (that number, on the copy that runs there).
+    the block that is to run in the next iteration), `applies` (that number, on the copy that runs there), `loss_head`
+    (a `LossHead`, on its logits), `in_chunk` (True on ops that must stay with their chunk of a loss head).
     """
 
     def __init__(self, module: fx.GraphModule, slots: Mapping[str, Slot], fake_mode: Any) -> None:
@@ -188,7 +189,7 @@ class StepGraph:
         fake_args, fake_kwargs = map_nodes((args, kwargs or {}), lambda source: source.meta["val"])
         with self.fake_mode, torch.no_grad():
             node.meta["val"] = target(*fake_args, **fake_kwargs)
-        for key in ("fqn", "source", "twin", "applies"):
+        for key in ("fqn", "source", "twin", "applies", "loss_head"):
             if key in like.meta:
                 node.meta[key] = like.meta[key]
         node.meta["phase"] = phase or like.meta.get("phase", Phase.FORWARD)

@@ -2,9 +2,19 @@
 
 from wholestep.passes import cse, dce, reinplace, simplify
 from wholestep.passes.base import Pass, register, registered
+from wholestep.passes.chunk_loss import ChunkLoss, mark_logits
 from wholestep.passes.manager import run_passes
 from wholestep.passes.pipeline import Pipeline
 
 DEFAULT_PIPELINE = Pipeline((simplify.Simplify(), cse.CommonSubexpressions(), dce.DeadCode(), reinplace.Reinplace()))
 
-__all__ = ["DEFAULT_PIPELINE", "Pass", "Pipeline", "register", "registered", "run_passes"]
+__all__ = [
+    "DEFAULT_PIPELINE",
+    "ChunkLoss",
+    "Pass",
+    "Pipeline",
+    "mark_logits",
+    "register",
+    "registered",
+    "run_passes",
+]

@@ -42,6 +42,7 @@ _ALSO_EXACT = (
     "zero",
     "copy",
     "all_reduce",
+    "addmm",
 )
 
 

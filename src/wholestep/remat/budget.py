@@ -1,9 +1,11 @@
-"""Memory budgets as people write them: a share between 0 and 1, bytes, or text such as "12GiB"."""
+"""Memory budgets as people write them: a share between 0 and 1, bytes, or text such as "12GiB"; also by module."""
 
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import cast
 
 from wholestep.errors import WholestepError
 
@@ -17,7 +19,11 @@ _TEXT = re.compile(r"\s*(?P<number>\d+(?:\.\d+)?)\s*(?P<unit>[A-Za-z]*)\s*")
 
 @dataclass(frozen=True)
 class Budget:
-    """A limit for the peak: `num_bytes`, or a `share` of the way from the smallest peak (0) to no limit (1)."""
+    """A limit: `num_bytes`, or a `share`.
+
+    For the peak of a step a share is that of the way from the smallest peak (0) to no limit (1), for a module it is one
+    of what the module keeps for the backward if nothing is dropped.
+    """
 
     share: float | None = None
     num_bytes: int | None = None
@@ -56,6 +62,57 @@ class Budget:
 
     def __str__(self) -> str:
         return f"{self.share:g}" if self.share is not None else f"{self.num_bytes}B"
+
+
+@dataclass(frozen=True)
+class ModuleBudget:
+    """What modules may keep for the backward: `key` is a qualified name, or a pattern that names several."""
+
+    key: str
+    budget: Budget
+
+    def __str__(self) -> str:
+        return f"{self.key}: {self.budget}"
+
+
+@dataclass(frozen=True)
+class StepBudget:
+    """Everything `memory_budget` says: a limit for the peak of the whole step (None: no limit), and for modules."""
+
+    whole: Budget | None = None
+    modules: tuple[ModuleBudget, ...] = ()
+
+    @staticmethod
+    def of(value: object) -> StepBudget:
+        """Read a budget, or a mapping of module names to budgets in which `""` is the whole step, in any order."""
+        if isinstance(value, StepBudget):
+            return value
+        if not isinstance(value, Mapping):
+            return StepBudget(Budget.of(value))
+        whole: Budget | None = None
+        modules: list[ModuleBudget] = []
+        for key, written in cast("Mapping[object, object]", value).items():
+            if not isinstance(key, str) or (key and not all(key.split("."))):
+                raise WholestepError(
+                    f"memory_budget maps names of modules ('encoder', 'layers.*', '' for the whole step) to budgets, "
+                    f"and {key!r} is no such name"
+                )
+            if not key:
+                whole = Budget.of(written)
+            else:
+                modules.append(ModuleBudget(key, _of_module(key, written)))
+        return StepBudget(whole, tuple(sorted(modules, key=lambda module: module.key)))
+
+    def __str__(self) -> str:
+        whole = "none" if self.whole is None else str(self.whole)
+        return ", ".join([whole, *map(str, self.modules)])
+
+
+def _of_module(key: str, written: object) -> Budget:
+    try:
+        return Budget.of(written)
+    except WholestepError as error:
+        raise WholestepError(f"the budget of module '{key}': {error}") from None
 
 
 def readable(num_bytes: float) -> str:

@@ -256,7 +256,7 @@ def _in_checkpoint_regions(
         return frozenset()
     leaving = set(returned)
     for index, op in enumerate(all_ops):
-        if not op.is_late:
+        if op.runs and not op.is_late:
             leaving.update(
                 value
                 for value in op.reads

@@ -3,9 +3,11 @@
 Inductor puts pointwise ops and the reductions behind them into one kernel. A pointwise result is not written if all who
 read it are such ops and no kernel of another kind (a matrix product, attention) stands between. It is then computed in
 the registers of its readers, from what it is made of. So the time of pointwise work is that of the bytes it moves:
-reading what goes into a kernel, writing what comes out.
+reading what goes into a kernel, writing what comes out. A pointwise kernel writes its result where an argument of that
+size was, if nobody needs that any more.
 
-    cost of a second run      nothing for a fused value; bytes read and written otherwise; at least its flops
+    cost of a second run      nothing for a fused value; bytes read and written otherwise, but for what a kernel of the
+                              backward close by reads anyway; at least its flops
     cost of keeping           writing a value that would not have been written
 
 A constant that is kept is an input instead of a number in the code, and enough inputs make Inductor write a value out
@@ -25,27 +27,12 @@ from wholestep import _torch
 from wholestep.cost import DeviceModel, node_flops
 from wholestep.graph import ops
 from wholestep.remat.build import Program
+from wholestep.remat.classes import ALSO_POINTWISE, REDUCTIONS
 from wholestep.remat.problem import INPUT, Op, Problem, Value
 
-_REDUCTIONS = frozenset({"sum", "mean", "amax", "amin", "var_mean", "var", "prod", "any", "all", "argmax", "argmin"})
-# Pointwise for Inductor although their schema does not say so; they may read through indices.
-_ALSO_POINTWISE = frozenset(
-    {
-        "convert_element_type",
-        "clone",
-        "full",
-        "full_like",
-        "scalar_tensor",
-        "iota",
-        "arange",
-        "embedding",
-        "index",
-        "gather",
-    }
-    | {"zeros_like", "ones_like", "inductor_random", "inductor_lookup_seed", "constant_pad_nd", "cat", "_to_copy"}
-)
-
 _FUSING = ("pointwise", "reduction")
+# So many products may stand between two kernels that become one: the two that take a gradient apart.
+_CLOSE = 2
 
 
 def fused(program: Program, device: DeviceModel) -> Problem:
@@ -55,7 +42,11 @@ def fused(program: Program, device: DeviceModel) -> Problem:
     borders = _num_externs_before(kinds)
     values = [_fused_value(problem, value, kinds, borders, device) for value in range(len(problem.values))]
     through = replace(problem, values=tuple(values), must_drop=problem.must_drop | _constants(problem))
-    return replace(through, ops=tuple(_priced(through, index, device) for index in range(len(through.ops))))
+    passing = _late_kernels(through, kinds, borders)
+    priced = [_priced(through, index, borders, passing, device) for index in range(len(through.ops))]
+    return replace(
+        through, ops=tuple(replace(op, in_place=kind == "pointwise") for op, kind in zip(priced, kinds, strict=True))
+    )
 
 
 def _constants(problem: Problem) -> frozenset[int]:
@@ -72,9 +63,9 @@ def _kind(node: fx.Node | None) -> str:
     if node is None or not ops.is_op(node):
         return "free"
     name = _torch.packet_name(node.target)
-    if torch.Tag.pointwise in _torch.tags(node.target) or name in _ALSO_POINTWISE:
+    if torch.Tag.pointwise in _torch.tags(node.target) or name in ALSO_POINTWISE:
         return "pointwise"
-    return "reduction" if name in _REDUCTIONS and not node_flops(node) else "extern"
+    return "reduction" if name in REDUCTIONS and not node_flops(node) else "extern"
 
 
 def _num_externs_before(kinds: list[str]) -> list[int]:
@@ -114,11 +105,32 @@ def _writing_us(value: Value, device: DeviceModel) -> float:
     return value.num_bytes / device.bytes_per_us
 
 
-def _priced(problem: Problem, index: int, device: DeviceModel) -> Op:
+def _late_kernels(problem: Problem, kinds: list[str], borders: list[int]) -> dict[int, list[int]]:
+    """By value: where late kernels that others fuse into read it, themselves or by way of what they compute again."""
+    sources: dict[int, tuple[int, ...]] = {}
+    kernels: dict[int, list[int]] = {}
+    for index, op in enumerate(problem.ops):
+        reads = tuple(dict.fromkeys(item for value in op.reads for item in sources.get(value, (value,))))
+        if not op.is_late:
+            sources |= {value: reads for value in op.makes if problem.values[value].fused_again}
+        elif kinds[index] in _FUSING:
+            for value in reads:
+                kernels.setdefault(value, []).append(borders[index])
+    return kernels
+
+
+def _priced(problem: Problem, index: int, borders: list[int], kernels: dict[int, list[int]], device: DeviceModel) -> Op:
+    """An op with the cost of a second run. What a late kernel close by reads anyway is there for nothing."""
     op = problem.ops[index]
     if op.is_late:
         return op
     if all(problem.values[value].fused_again for value in op.makes):
         return replace(op, cost=0.0)
-    moved = problem.num_bytes(problem.own_reads[index]) + problem.num_bytes(op.makes)
+    needed = [borders[reader] for value in op.makes for reader in problem.readers[value] if problem.ops[reader].is_late]
+    at_hand = {
+        value
+        for value in problem.own_reads[index]
+        if not op.flops and any(abs(kernel - place) <= _CLOSE for kernel in kernels.get(value, ()) for place in needed)
+    }
+    moved = problem.num_bytes(set(problem.own_reads[index]) - at_hand) + problem.num_bytes(op.makes)
     return replace(op, cost=max(op.flops / device.flops_per_us, moved / device.bytes_per_us))

@@ -3,32 +3,44 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 
 from torch import fx
 
 from wholestep.errors import BudgetError, WholestepError
-from wholestep.remat.budget import Budget, readable
+from wholestep.remat.annotations import read_annotations
+from wholestep.remat.budget import Budget, StepBudget, readable
+from wholestep.remat.build import Program
 from wholestep.remat.estimate import estimated_costs, typical_device
 from wholestep.remat.fusion import fused
 from wholestep.remat.joint import Joint, deduplicated, read_joint, split_joint
 from wholestep.remat.knapsack import METHODS
+from wholestep.remat.modules import fix_modules, name_modules
+from wholestep.remat.padding import share_paddings
 from wholestep.remat.problem import Problem
+from wholestep.remat.rules import BanRules, banned_ops
 from wholestep.remat.search import Choice, Planner
 
 logger = logging.getLogger(__name__)
 
 SOLVERS = ("auto", "default", "mincut", *METHODS)
+_SOLVERS_WITH_RULES = ("mincut", *METHODS)
 
 
 @dataclass(frozen=True)
 class Partition:
-    """A joint graph cut in two, and why so."""
+    """A joint graph cut in two, and why so.
+
+    `banned` has the forward's ops that were not to run again, by name, with the reason. One that comes from a rule
+    begins with its name: `materialized_in_backward: mm_2 reads it from memory`.
+    """
 
     forward: fx.GraphModule
     backward: fx.GraphModule
     joint: Joint
     choice: Choice
+    banned: Mapping[str, str]
 
 
 def partition_joint(
@@ -38,22 +50,31 @@ def partition_joint(
     memory_budget: object = 1.0,
     solver: str = "auto",
     estimator: str = "flops",
+    rules: BanRules | None = None,
     fusing: bool = False,
 ) -> Partition:
     """See `wholestep.partition`; this also returns the plan.
 
     `fusing` plans for a compiler that fuses ops. It gets random ops that are pure already; others never run again.
     """
-    if solver not in SOLVERS:
-        raise WholestepError(f"there is no solver '{solver}'; choose from {', '.join(SOLVERS)}")
-    budget = Budget.of(memory_budget)
+    check_solver(solver, rules)
+    budget = StepBudget.of(memory_budget)
     merged = deduplicated(module)
+    if fusing:
+        share_paddings(merged)
+    read_annotations(merged.graph.nodes)
+    name_modules(merged.graph.nodes)
     joint = read_joint(merged, num_fwd_outputs, estimated_costs(merged.graph.nodes, estimator))
     if fusing:
         problem = fused(joint.program, typical_device(merged.graph.nodes))
         joint = replace(joint, program=replace(joint.program, problem=_without_replay(problem)))
     planner = Planner(joint.problem)
-    choice = choose(planner, budget, solver)
+    modules = fix_modules(planner, budget.modules, is_whole=not fusing)
+    if budget.modules:
+        joint = replace(joint, program=replace(joint.program, problem=modules.problem))
+        planner = Planner(joint.problem)
+    banned = _banned(joint.program, solver, rules)
+    choice = choose(planner, budget.whole or Budget(share=1.0), solver, banned, modules.held(planner.everything))
     logger.info(
         "memory budget %s: peak %s predicted, %s of it inputs; %d ops run again",
         budget,
@@ -62,34 +83,92 @@ def partition_joint(
         choice.outcome.num_again,
     )
     forward, backward = split_joint(joint, choice.decision)
-    return Partition(forward, backward, joint, choice)
+    return Partition(forward, backward, joint, choice, _by_name(joint.program, banned))
 
 
-def choose(planner: Planner, budget: Budget, solver: str = "auto") -> Choice:
-    """The choice a budget leads to; raises `BudgetError` if there is none."""
+def check_solver(solver: str, rules: object) -> None:
+    """Refuse a solver that does not exist, and rules it does not ask."""
+    if solver not in SOLVERS:
+        raise WholestepError(f"there is no solver '{solver}'; choose from {', '.join(SOLVERS)}")
+    if rules is None:
+        return
+    if not isinstance(rules, BanRules):
+        raise WholestepError(f"rules are a wholestep.BanRules, not {rules!r}")
+    if solver not in _SOLVERS_WITH_RULES:
+        raise WholestepError(f"the solver '{solver}' takes no rules; {', '.join(_SOLVERS_WITH_RULES)} do")
+
+
+def choose(
+    planner: Planner, budget: Budget, solver: str = "auto", banned: Collection[int] = (), held: str = ""
+) -> Choice:
+    """The choice a budget leads to if no op of `banned` runs again.
+
+    Raises `BudgetError` if there is none; `held` says what else stands in the way, as the end of its sentence.
+    """
     if solver == "default":
         return planner.everything
     if solver == "mincut":
-        return planner.without_flops
+        return planner.fewest_bytes(banned)
     if budget.share is not None:
+        cheapest = planner.everything if banned else planner.cheapest
         if budget.share >= 1:
-            return planner.cheapest
-        low, high = planner.smallest.outcome.peak_bytes, planner.cheapest.outcome.peak_bytes
+            return cheapest
+        low, high = _smallest(planner, banned).outcome.peak_bytes, cheapest.outcome.peak_bytes
         limit = low + round(budget.share * (high - low))
     else:
         assert budget.num_bytes is not None
         limit = budget.num_bytes - planner.problem.resident_bytes
-    choice = planner.plan(limit) if solver == "auto" else planner.by_knapsack(limit, solver)
-    if choice is None:
-        smallest = planner.smallest.outcome.peak_bytes + planner.problem.resident_bytes
-        raise BudgetError(
-            f"a budget of {readable(budget.num_bytes or 0)} cannot be kept: the smallest peak found is "
-            f"{readable(smallest)}, of which {readable(planner.problem.resident_bytes)} are inputs",
-            smallest,
-        )
-    return choice
+    choice = planner.plan(limit) if solver == "auto" else planner.by_knapsack(limit, solver, banned)
+    if choice is not None:
+        return choice
+    smallest = _smallest(planner, banned)
+    if smallest.outcome.fits(limit):
+        return smallest
+    smallest_bytes = smallest.outcome.peak_bytes + planner.problem.resident_bytes
+    raise BudgetError(
+        f"a budget of {readable(budget.num_bytes or 0)} cannot be kept: the smallest peak found is "
+        f"{readable(smallest_bytes)}, of which {readable(planner.problem.resident_bytes)} are inputs"
+        f"{held}",
+        smallest_bytes,
+    )
+
+
+def _smallest(planner: Planner, banned: Collection[int]) -> Choice:
+    """The lowest peak that is found if no op of `banned` runs again."""
+    if not banned:
+        return planner.smallest
+    cuts = (planner.fewest_bytes(banned), planner.fewest_bytes(planner.dear.union(banned)))
+    return min(planner.everything, *cuts, key=lambda choice: choice.outcome.peak_bytes)
+
+
+def _banned(program: Program, solver: str, rules: BanRules | None) -> dict[int, str]:
+    """Ops that the solver must not repeat, beside those that nobody may."""
+    banned = {} if rules is None else banned_ops(program, rules)
+    if solver != "mincut":
+        return banned
+    problem = program.problem
+    for index in problem.forward_ops:
+        op, node = problem.ops[index], program.nodes[index]
+        if index in problem.forced or op.unrepeatable or node is None:
+            continue
+        if op.flops:
+            banned[index] = f"compute_intensive: {op.flops} flops"
+        elif node.meta.get("checkpoint_region") is not None:
+            banned[index] = "checkpoint: it leaves its region or is preferably saved"
+    return banned
+
+
+def _by_name(program: Program, banned: Mapping[int, str]) -> dict[str, str]:
+    reasons = {
+        op.name: op.unrepeatable or banned.get(index, "")
+        for index, op in enumerate(program.problem.ops)
+        if program.nodes[index] is not None and not op.is_late
+    }
+    return {name: reason for name, reason in reasons.items() if reason}
 
 
 def _without_replay(problem: Problem) -> Problem:
-    ops = [replace(op, unrepeatable="it is random") if op.is_random and not op.is_late else op for op in problem.ops]
-    return replace(problem, ops=tuple(ops))
+    drawn = {index for index, op in enumerate(problem.ops) if op.is_random and not op.is_late}
+    ops = [replace(op, unrepeatable="it is random") if index in drawn else op for index, op in enumerate(problem.ops)]
+    must_drop = frozenset(value for value in problem.must_drop if problem.values[value].maker not in drawn)
+    return replace(problem, ops=tuple(ops), must_drop=must_drop)

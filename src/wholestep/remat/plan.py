@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
 from wholestep.remat.budget import readable
-from wholestep.remat.problem import INPUT, Problem
+from wholestep.remat.problem import INPUT, Decision, Problem
 from wholestep.remat.search import Choice
 from wholestep.remat.simulate import Simulator
+
+# More modules than this are counted, not named, in one sentence.
+_MAX_NAMED = 6
 
 
 @dataclass(frozen=True)
@@ -24,13 +28,33 @@ class KeptValue:
 
 @dataclass(frozen=True)
 class RepeatedOp:
-    """A forward op that runs again in the backward, `times` times in all, and what one run costs."""
+    """A forward op that runs again in the backward, `times` times in all, and what one run costs.
+
+    `share` is what all its second runs cost together, over the cost of the forward.
+    """
 
     name: str
     module: str
     times: int
     flops: int
     moved_bytes: int
+    share: float
+
+
+@dataclass(frozen=True)
+class ModuleUse:
+    """What a module with a budget of its own keeps for the backward, and would keep if nothing was dropped.
+
+    Modules inside it that have a budget of their own count for themselves.
+    """
+
+    name: str
+    budget: str
+    kept_bytes: int
+    unlimited_bytes: int
+
+    def __str__(self) -> str:
+        return f"'{self.name}' keeps {readable(self.kept_bytes)} of {readable(self.unlimited_bytes)} ({self.budget})"
 
 
 @dataclass(frozen=True)
@@ -38,7 +62,7 @@ class RematPlan:
     """The memory plan of a step.
 
     Peaks are of the whole step, with parameters and optimizer state. `repeated_share` is the cost of second runs over
-    that of the forward.
+    that of the forward. `modules` are those with a budget of their own.
     """
 
     budget: str
@@ -47,6 +71,7 @@ class RematPlan:
     repeated_share: float
     kept: tuple[KeptValue, ...]
     repeated: tuple[RepeatedOp, ...]
+    modules: tuple[ModuleUse, ...] = ()
 
     def as_dict(self) -> dict[str, Any]:
         """For JSON."""
@@ -59,7 +84,15 @@ class RematPlan:
             f"memory budget {self.budget}: peak {readable(self.peak_bytes)} instead of "
             f"{readable(self.unlimited_peak_bytes)}, {len(self.kept)} values kept ({readable(kept_bytes)}), "
             f"{num_runs} ops run again ({self.repeated_share:.1%} of the forward)"
+            f"{describe_uses(self.modules)}"
         )
+
+
+def describe_uses(modules: Sequence[ModuleUse]) -> str:
+    """What bounded modules keep, as the end of a sentence; nothing if there are none."""
+    named = "".join(f"; {module}" for module in modules[:_MAX_NAMED])
+    left_out = len(modules) - _MAX_NAMED
+    return f"{named}; {left_out} more modules have a budget" if left_out > 0 else named
 
 
 def kept_names(problem: Problem, choice: Choice) -> tuple[str, ...]:
@@ -72,22 +105,30 @@ def start_names(problem: Problem, choice: Choice) -> tuple[str, ...]:
     return tuple(problem.ops[op].name for op in sorted(choice.decision.starts))
 
 
-def describe_choice(problem: Problem, choice: Choice) -> tuple[tuple[KeptValue, ...], tuple[RepeatedOp, ...]]:
-    """What a choice keeps (as far as late ops read it) and what runs again."""
+def values_read(problem: Problem, decision: Decision) -> frozenset[int]:
+    """Forward values that a decision holds for the backward: they are kept, and late ops or second runs read them."""
     simulator = Simulator(problem)
-    is_kept = simulator.kept_flags(choice.decision.kept)
-    events = simulator.events(choice.decision)
-    read = {
+    is_kept = simulator.kept_flags(decision.kept)
+    return frozenset(
         value
-        for op, segment in events
+        for op, segment in simulator.events(decision)
         if segment is not None or problem.ops[op].is_late
         for value in problem.ops[op].reads
         if is_kept[value] and _is_forward(problem, value)
-    }
-    kept = tuple(_kept_value(problem, value) for value in sorted(read))
+    )
+
+
+def describe_choice(
+    problem: Problem, choice: Choice, reasons: Mapping[int, str] | None = None
+) -> tuple[tuple[KeptValue, ...], tuple[RepeatedOp, ...]]:
+    """What a choice keeps (as far as late ops read it) and what runs again; `reasons` are known ones, by value."""
+    read = values_read(problem, choice.decision)
+    kept = tuple(_kept_value(problem, value, (reasons or {}).get(value, "")) for value in sorted(read))
+    events = Simulator(problem).events(choice.decision)
     times = Counter(op for op, segment in events if segment is not None)
+    whole = max(problem.forward_cost, 1e-9)
     repeated = tuple(
-        RepeatedOp(op.name, op.module, times[index], op.flops, op.moved_bytes)
+        RepeatedOp(op.name, op.module, times[index], op.flops, op.moved_bytes, times[index] * op.cost / whole)
         for index, op in enumerate(problem.ops)
         if index in times
     )
@@ -99,10 +140,12 @@ def _is_forward(problem: Problem, value: int) -> bool:
     return maker != INPUT and not problem.ops[maker].is_late
 
 
-def _kept_value(problem: Problem, value: int) -> KeptValue:
+def _kept_value(problem: Problem, value: int, known_reason: str) -> KeptValue:
     item = problem.values[value]
     op = problem.ops[item.maker]
-    if op.unrepeatable:
+    if known_reason:
+        reason = known_reason
+    elif op.unrepeatable:
         reason = f"cannot run again: {op.unrepeatable}"
     elif value in problem.must_keep:
         reason = "annotated so"

@@ -24,8 +24,9 @@ class Op:
     """One op: values it reads and makes, what a second run costs, and why there must be none ("" if there may be).
 
     `reads_again` is read in addition by a second run (the state of a random number generator). `cost` is what decisions
-    are made by, `flops` and `moved_bytes` are for reports. `runs` is False for an op that only late ops need and that
-    needs none of them: it has no place of its own, but runs when it is asked for.
+    are made by, `flops` and `moved_bytes` are for reports. An op that works `in_place` may put a result where an
+    argument was that nobody needs any more. `runs` is False for an op that only late ops need and that needs none of
+    them: it has no place of its own, but runs when it is asked for.
     """
 
     name: str
@@ -38,6 +39,7 @@ class Op:
     unrepeatable: str = ""
     reads_again: tuple[int, ...] = ()
     is_random: bool = False
+    in_place: bool = False
     runs: bool = True
     module: str = ""
     kind: str = ""

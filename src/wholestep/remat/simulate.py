@@ -5,7 +5,8 @@ in program order among themselves. Within one segment of late ops a value is com
 until its last use there; another segment computes it anew.
 
 The simulation walks the events backwards once. A value comes to life (seen from the end) at its last reader and is gone
-before its maker; the bytes alive at an event are those that live across it, its arguments, and its results.
+before its maker; the bytes alive at an event are those that live across it, its arguments, and its results. An op that
+works in place puts a result where the largest argument was that nobody needs any more, if it is large enough.
 """
 
 from __future__ import annotations
@@ -53,6 +54,7 @@ class Simulator:
         self._reads_again = [op.reads_again for op in problem.ops]
         self._makes = [op.makes for op in problem.ops]
         self._is_late = [op.is_late for op in problem.ops]
+        self._in_place = [op.in_place for op in problem.ops]
         self._num_bytes = [value.num_bytes for value in problem.values]
         self._maker = [value.maker for value in problem.values]
         self._starts: frozenset[int] = frozenset()
@@ -181,7 +183,7 @@ class Simulator:
         """
         reads, makes, num_bytes, is_late = self._reads, self._makes, self._num_bytes, self._is_late
         segment_of, is_counted, count = self._segment, self._is_counted, len(self._num_bytes)
-        is_forward, reads_again = self._is_forward, self._reads_again
+        is_forward, reads_again, in_place = self._is_forward, self._reads_again, self._in_place
         late_reads = self._late_reads(is_kept) if self.problem.is_fused else reads.__getitem__
         fused_own, fused_again, keep_costs, own_reads = (
             self._fused_own,
@@ -200,6 +202,7 @@ class Simulator:
             if late_or_again:
                 offset = ((segment_of[index] if segment is None else segment) + 1) * count
             read = late_reads(index) if late_or_again else own_reads[index]
+            room = 0
             for value in read if segment is None else read + reads_again[index]:
                 if not is_counted[value]:
                     continue
@@ -208,20 +211,23 @@ class Simulator:
                 if key not in alive:
                     alive.add(key)
                     current += num_bytes[value]
+                    room = max(room, num_bytes[value])
                     if is_original and late_or_again and is_forward[value]:
                         kept_bytes += num_bytes[value]
                         keep_cost += keep_costs[value]
             is_fused = fused_own if segment is None else fused_again
             unread = 0
             made = 0
+            largest = 0
             for value in makes[index]:
                 key = value if segment is None else value + offset
                 if key in alive:
                     alive.remove(key)
                     made += num_bytes[value]
+                    largest = max(largest, num_bytes[value])
                 elif not is_fused[value]:
                     unread += num_bytes[value]
-            now = current + unread
+            now = current + unread - (largest if in_place[index] and largest <= room else 0)
             if position == at:
                 return peak, kept_bytes, keep_cost, [key % count for key in (*alive, *makes[index])]
             current -= made

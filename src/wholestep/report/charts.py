@@ -62,7 +62,7 @@ class _Frame:
 
 def memory_chart(profile: MemoryProfile) -> Markup:
     """Live bytes over the ops of a step: slots as a floor, values above them in the colour of their phase."""
-    step = _nice_step(profile.peak_bytes, base=1024)
+    step = nice_step(profile.peak_bytes, base=1024)
     ticks = [step * index for index in range(math.floor(profile.peak_bytes * 1.08 / step) + 1)]
     frame = _Frame(x_max=len(profile.live_bytes), y_min=0, y_max=profile.peak_bytes * 1.12)
     parts = frame.axes(ticks, format_bytes, "op, in execution order", len(profile.live_bytes))
@@ -79,7 +79,7 @@ def line_chart(series: Sequence[Series], *, title: str, x_label: str) -> Markup:
     """Lines over the same x. The first is drawn broad and the next thin on top, so that equal ones are both seen."""
     finite = [value for line in series for value in line.values if math.isfinite(value)] or [0.0]
     low, high = min(finite), max(finite)
-    step = _nice_step(high - low or abs(high) or 1.0)
+    step = nice_step(high - low or abs(high) or 1.0)
     low, high = math.floor(low / step) * step, math.ceil(high / step) * step
     last = max(len(line.values) for line in series)
     frame = _Frame(x_max=last - 1, y_min=low, y_max=max(high, low + step))
@@ -143,7 +143,7 @@ def _peak_mark(frame: _Frame, profile: MemoryProfile) -> list[str]:
     return [f'<circle class="peak" cx="{x}" cy="{y}" r="4.5"/>', label]
 
 
-def _nice_step(extent: float, base: int = 10) -> float:
+def nice_step(extent: float, base: int = 10) -> float:
     """A round distance that cuts `extent` into three to seven parts, counting in powers of `base`."""
     unit = float(base) ** math.floor(math.log(max(extent, 1e-12), base))
     rounds = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512) if base == 1024 else (1, 2, 5)

@@ -13,7 +13,7 @@ _INDENT = "  "
 
 def explain_step(step: StepRunner) -> str:
     """A compiled step in one page of text; raises `GuardError` if it has not been called yet."""
-    return render_text(step_report(step))
+    return render_text(step_report(step, pictures=False))
 
 
 def render_text(report: Report) -> str:

@@ -1,23 +1,62 @@
-"""What a report says about the memory budget: the peak with and without it, what is kept and what runs again where."""
+"""What a report says about the memory budget: the peak with and without it, what is kept and what runs again where.
+
+The pictures of it are figures of the page and can be written as files.
+"""
 
 from __future__ import annotations
 
 from collections import defaultdict
+from pathlib import Path
 
-from wholestep.remat import RematPlan
-from wholestep.report.document import Cell, Prose, Section, Table
+from wholestep.errors import WholestepError
+from wholestep.remat import MemoryStudy, RematPlan
+from wholestep.report.document import Cell, Figure, Prose, Section, Table
+from wholestep.report.memory_pictures import plan_pictures
+from wholestep.report.png import check_matplotlib
+from wholestep.report.scene import check_format, page_svg, save_scene
 from wholestep.report.summary import format_bytes
 from wholestep.runtime import StepRunner
 
 _MAX_MODULES = 60
 
 
-def memory_sections(step: StepRunner) -> tuple[Section, ...]:
-    """The memory plan, if there is one."""
+def memory_sections(step: StepRunner, *, pictures: bool) -> tuple[Section, ...]:
+    """The memory plan, if there is one. Pictures show other plans, too, and those have to be made first."""
     plan = step.memory_plan
     if plan is None:
         return ()
-    return (Section("Memory budget", (Prose(f"{str(plan)[0].upper()}{str(plan)[1:]}."), _module_table(plan))),)
+    study = step.memory_study if pictures else None
+    figures = () if study is None else (*_figures(study), *_on_top(plan, study))
+    return (
+        Section("Memory budget", (Prose(f"{str(plan)[0].upper()}{str(plan)[1:]}."), *figures, _module_table(plan))),
+    )
+
+
+def write_memory_pictures(step: StepRunner, folder: Path, format: str) -> tuple[Path, ...]:
+    """Write the pictures of a step's memory plan into a folder; raises `WholestepError` if there is no plan."""
+    check_format(format)
+    if format == "png":
+        check_matplotlib()  # before other plans are made for nothing
+    study = step.memory_study
+    if study is None:
+        raise WholestepError(
+            "there is no memory plan to draw: compile the step with a memory_budget (1.0 drops nothing)"
+        )
+    return tuple(save_scene(scene, folder / f"{name}.{format}") for name, scene in plan_pictures(study).items())
+
+
+def _figures(study: MemoryStudy) -> tuple[Figure, ...]:
+    scenes = plan_pictures(study).values()
+    return tuple(Figure(page_svg(scene), f"{scene.title}. {scene.description}") for scene in scenes)
+
+
+def _on_top(plan: RematPlan, study: MemoryStudy) -> tuple[Prose, ...]:
+    """What the graph that runs needs beyond what was planned."""
+    extra_bytes = plan.peak_bytes - study.plan.peak_bytes
+    if extra_bytes <= 0:
+        return ()
+    text = f"Gradient buckets and pending updates come on top of what is drawn: {format_bytes(extra_bytes)}."
+    return (Prose(text),)
 
 
 def _module_table(plan: RematPlan) -> Table:

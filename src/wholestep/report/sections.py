@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from wholestep._version import __version__
+from wholestep.cost import dominant_logits
 from wholestep.graph import StepGraph
 from wholestep.report.charts import memory_chart
 from wholestep.report.document import Bar, Card, Cell, Code, Figure, Prose, Report, Section, Table
@@ -24,8 +25,8 @@ _MAX_ROWS = 12
 _MAX_PASS_TEXT = 72
 
 
-def step_report(step: StepRunner) -> Report:
-    """The report about a step that has been called at least once."""
+def step_report(step: StepRunner, *, pictures: bool = True) -> Report:
+    """The report about a step that has been called at least once; `pictures` costs time if there is a memory plan."""
     graph = step.graph
     summary = summarise(graph)
     return Report(
@@ -35,7 +36,7 @@ def step_report(step: StepRunner) -> Report:
         sections=(
             *_recompile_section(step),
             *plan_sections(step),
-            *memory_sections(step),
+            *memory_sections(step, pictures=pictures),
             _phase_section(summary),
             _memory_section(summary),
             _module_section(summary),
@@ -113,7 +114,9 @@ def _memory_section(summary: GraphSummary) -> Section:
         caption="By kind of slot or by the module that made the value; * is any layer number.",
     )
     figure = (Figure(memory_chart(memory), "Live memory while each op runs"),) if memory.phases else ()
-    return Section("Memory", (Prose(text), *figure, table))
+    logits = dominant_logits(memory)
+    advice = () if logits is None else (Prose(f"{logits}; only the order of sums over rows would change."),)
+    return Section("Memory", (Prose(text), *advice, *figure, table))
 
 
 def _size_row(name: str, num_bytes: int, whole: int) -> tuple[Cell, ...]:

@@ -2,20 +2,10 @@
 
 from __future__ import annotations
 
-STYLE = """
-:root {
-  color-scheme: light dark;
-  --page: #f6f7f9; --surface: #ffffff; --ink: #1b2230; --soft: #5b6577; --line: #dfe3ea; --track: #e9ecf1;
-  --accent: #3567d6; --forward: #3567d6; --backward: #c25a17; --comm: #7d4fc4; --optimizer: #15805c;
-  --floor: #8a94a6; --code: #f1f3f7;
-}
-@media (prefers-color-scheme: dark) {
-  :root {
-    --page: #12151b; --surface: #1a1f28; --ink: #e6e9ef; --soft: #9aa5b8; --line: #2c3340; --track: #28303c;
-    --accent: #7ba4ff; --forward: #7ba4ff; --backward: #f0935a; --comm: #b796f5; --optimizer: #4fc79b;
-    --floor: #7d889b; --code: #141922;
-  }
-}
+from wholestep.report.palette import variables
+from wholestep.report.scene import page_css
+
+_PAGE_STYLE = """
 * { box-sizing: border-box; }
 body {
   margin: 0; background: var(--page); color: var(--ink);
@@ -100,6 +90,8 @@ pre {
 }
 @media print { body { background: none; } section, .cards > div { break-inside: avoid; } nav { display: none; } }
 """
+
+STYLE = f"\n{variables()}{_PAGE_STYLE}{page_css()}"
 
 PAGE = """{% macro cell(value) %}
 {% if value is bar %}

@@ -101,9 +101,11 @@ class Replicas:
         cross_iteration: str | tuple[str, ...],
         timeout_s: float,
         memory_budget: str | None = None,
+        chunk_loss: int | str | None = None,
     ) -> None:
         self.options = options
         self.memory_budget = memory_budget
+        self.chunk_loss = chunk_loss
         self.bucket_mb = bucket_mb
         self.cross_iteration = cross_iteration
         self.name = name
@@ -209,6 +211,7 @@ class Replicas:
             "reduce": self.options.reduce,
             "link": self.options.link,
             "memory_budget": self.memory_budget,
+            "chunk_loss": self.chunk_loss,
         }
 
     def _broadcast_state(self, captured: Capture) -> None:

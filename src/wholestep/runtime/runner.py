@@ -17,12 +17,12 @@ import torch
 from wholestep.capture import Capture, capture, discover
 from wholestep.comm import FillBuckets, SplitOptimizer
 from wholestep.comm.plan import DataParallelPlan
-from wholestep.cost import profile_memory
+from wholestep.cost import dominant_logits, profile_memory
 from wholestep.errors import CaptureError, GuardError
 from wholestep.graph import StepGraph
 from wholestep.iteration import Rotate
-from wholestep.passes import DEFAULT_PIPELINE, Pass, Pipeline, run_passes
-from wholestep.remat import Budget, RematPlan, fit_step, readable
+from wholestep.passes import DEFAULT_PIPELINE, ChunkLoss, Pass, Pipeline, mark_logits, run_passes
+from wholestep.remat import MemoryStudy, RematPlan, StepBudget, Survey, fit_step, readable
 from wholestep.runtime import differential
 from wholestep.runtime.data_parallel import DataParallel, Replicas
 from wholestep.runtime.guards import Call, tensor_type
@@ -38,7 +38,8 @@ class StepOptions:
     """Everything `wholestep.compile` was told; see there."""
 
     dynamic_batch: bool | str = "auto"
-    memory_budget: Budget | None = None
+    memory_budget: StepBudget | None = None
+    chunk_loss: int | str | None = None
     data_parallel: DataParallel | None = None
     bucket_mb: float = 25.0
     cross_iteration: str | tuple[str, ...] = "auto"
@@ -155,6 +156,12 @@ class StepRunner:
         return self._require_current().memory_plan
 
     @property
+    def memory_study(self) -> MemoryStudy | None:
+        """The memory plan among others, for pictures; None without a plan. Made when asked for, by planning a lot."""
+        survey = self._require_current().survey
+        return None if survey is None else survey.study
+
+    @property
     def num_captures(self) -> int:
         """How often the step has been captured so far."""
         return self._num_captures
@@ -202,15 +209,19 @@ class StepRunner:
         rewrite, finish = _cut(self.options.pipeline)
 
         memory: RematPlan | None = None
+        survey: Survey | None = None
+        # Bound now: buckets come to `finish` below, a survey later on has to do without them like the plan itself.
+        finish_copy = functools.partial(run_passes, passes=finish, dump_dir=None)
 
         def capture_step(zero_gradients: frozenset[str]) -> tuple[Capture, StepGraph]:
-            nonlocal memory
+            nonlocal memory, survey
             captured = self._capture(call, zero_gradients)
             graph = run_passes(captured.graph, rewrite, dump_dir=self.options.dump_dir)
-            if self.options.memory_budget is not None or captured.num_checkpoint_regions:
-                remat, memory = fit_step(
-                    graph, self.options.memory_budget, lambda copy: run_passes(copy, finish, dump_dir=None)
-                )
+            is_planned = self.options.memory_budget is not None or captured.num_checkpoint_regions > 0
+            chunking = self._chunking(graph, finish_copy, is_planned=is_planned)
+            graph = run_passes(graph, chunking, dump_dir=self.options.dump_dir)
+            if is_planned:
+                remat, memory, survey = fit_step(graph, self.options.memory_budget, finish_copy)
                 graph = run_passes(graph, [remat], dump_dir=self.options.dump_dir)
             return captured, graph
 
@@ -227,18 +238,36 @@ class StepRunner:
                 finish = Pipeline((*finish.passes, FillBuckets())) if finish.passes else finish
             graph = run_passes(graph, passes, dump_dir=self.options.dump_dir)
             rotation = Rotation(graph, finish, captured, self._name)
-            fresh = Specialization(captured, rotation, call, plan, self._finished(memory, rotation))
+            fresh = Specialization(captured, rotation, call, plan, self._finished(memory, rotation), survey)
         self._num_captures += 1
         self._remember(fresh)
         self._log(fresh, reason, time.perf_counter() - started)
         return fresh
+
+    def _chunking(self, graph: StepGraph, finish: Callable[[StepGraph], StepGraph], *, is_planned: bool) -> list[Pass]:
+        """What `chunk_loss` asks for; a loss that cannot be had in chunks is warned about.
+
+        `"auto"` asks what the peak consists of; if a plan is going to change that, for as many chunks as are useful.
+        """
+        heads, reasons = mark_logits(graph)
+        chunks = self.options.chunk_loss
+        if chunks is None:
+            return []
+        if reasons:
+            logger.warning("%s: chunk_loss=%s leaves a loss in one piece: %s", self._name, chunks, "; ".join(reasons))
+        if isinstance(chunks, str) and is_planned:
+            chunks = max((head.useful_chunks for head in heads), default=1)
+        elif isinstance(chunks, str):
+            found = dominant_logits(profile_memory(finish(graph.copy())))
+            chunks = 1 if found is None else found.chunks
+        return [ChunkLoss(chunks)] if heads and chunks > 1 else []
 
     def _finished(self, memory: RematPlan | None, rotation: Rotation) -> RematPlan | None:
         """The memory plan with the peak of the graph that runs: buckets and what crosses iterations come on top."""
         if memory is None:
             return None
         memory = replace(memory, peak_bytes=profile_memory(rotation.graph).peak_bytes)
-        budget = self.options.memory_budget
+        budget = None if self.options.memory_budget is None else self.options.memory_budget.whole
         if budget is not None and budget.num_bytes is not None and memory.peak_bytes > budget.num_bytes:
             logger.warning(
                 "%s needs %s, more than its memory budget of %s: gradient buckets and pending updates came on top of "
@@ -258,6 +287,7 @@ class StepRunner:
                 self.options.cross_iteration,
                 self.options.agreement_timeout_s,
                 None if self.options.memory_budget is None else str(self.options.memory_budget),
+                self.options.chunk_loss,
             )
         return self._replicas
 

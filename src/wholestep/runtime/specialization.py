@@ -10,7 +10,7 @@ from wholestep import _torch
 from wholestep.capture import Capture
 from wholestep.comm.plan import DataParallelPlan
 from wholestep.graph import StepGraph
-from wholestep.remat import RematPlan
+from wholestep.remat import RematPlan, Survey
 from wholestep.runtime.guards import Call, Check, make_guards, tensor_type
 from wholestep.runtime.rotation import Rotation
 
@@ -19,7 +19,7 @@ class Specialization:
     """One graph of a step, for one kind of call.
 
     `check` says why a call does not fit; `run` executes one step. `plan` says how gradients travel, None on one rank;
-    `memory_plan` what is kept for the backward, None if everything is.
+    `memory_plan` what is kept for the backward, None if everything is; `survey` knows what it was chosen from.
     """
 
     def __init__(
@@ -29,11 +29,13 @@ class Specialization:
         call: Call,
         plan: DataParallelPlan | None,
         memory_plan: RematPlan | None = None,
+        survey: Survey | None = None,
     ) -> None:
         self.capture = capture
         self.rotation = rotation
         self.plan = plan
         self.memory_plan = memory_plan
+        self.survey = survey
         self.num_runs = 0
         self.leaf_types = {i: tensor_type(leaf) for i, leaf in enumerate(call.leaves) if isinstance(leaf, torch.Tensor)}
         self._install_initial_state()

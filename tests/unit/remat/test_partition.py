@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -11,9 +12,10 @@ import torch
 import torch.nn.functional as F
 from tests.joint import Joint, trace_joint
 from torch import fx, nn
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 import wholestep
-from wholestep import BudgetError, WholestepError
+from wholestep import BanRules, BudgetError, WholestepError
 from wholestep.graph import Replay
 from wholestep.remat import partition_joint
 from wholestep.remat.joint import split_joint
@@ -161,6 +163,37 @@ def test_an_input_is_saved_as_it_is() -> None:
     assert counted(lambda x: x.sin().sum(), torch.randn(3))[:2] == (1, 1)
 
 
+SQUARE = (8, 8)
+
+
+@pytest.mark.parametrize(
+    ("function", "shapes", "solver", "expected"),
+    [
+        # inputs and outputs of the forward, inputs and outputs of the backward
+        (lambda x: x.sum(), [SQUARE], "default", (1, 1, 1, 1)),  # nothing is needed but the tangent
+        (lambda x: x.sin().sum(), [SQUARE], "default", (1, 2, 2, 1)),
+        (lambda x, y: (x * y).sum(), [SQUARE, SQUARE], "default", (2, 3, 3, 2)),
+        (lambda x, w: (x @ w).sum(), [SQUARE, SQUARE], "default", (2, 3, 3, 2)),
+        (lambda x, w: torch.tanh(x @ w).sum(), [SQUARE, SQUARE], "default", (2, 4, 4, 2)),
+        (lambda x: x.sin().sin().sin().sum(), [SQUARE], "default", (1, 4, 4, 1)),
+        (lambda x: x.sin().sin().sin().sum(), [SQUARE], "mincut", (1, 2, 2, 1)),
+        (lambda x, w: (x.sin() @ w).sin().sum(), [SQUARE, SQUARE], "default", (2, 5, 5, 2)),
+        (lambda x, w: (x.sin() @ w).sin().sum(), [SQUARE, SQUARE], "mincut", (2, 4, 4, 2)),
+    ],
+)
+def test_counts_of_inputs_and_outputs(
+    function: Callable[..., torch.Tensor], shapes: list[tuple[int, ...]], solver: str, expected: tuple[int, ...]
+) -> None:
+    joint = trace_joint(function, None, *(torch.randn(shape) for shape in shapes))
+    halves = wholestep.partition(joint.module, num_fwd_outputs=1, solver=solver)
+    joint.check(*halves)
+    counts: list[int] = []
+    for half in halves:
+        [output] = half.graph.find_nodes(op="output")
+        counts += [len(half.graph.find_nodes(op="placeholder")), len(output.args[0])]
+    assert tuple(counts) == expected
+
+
 def test_a_chain_of_cheap_ops_is_computed_again_from_its_input() -> None:
     x = torch.randn(64)
     saved, _, _ = counted(lambda x: x.sin().cos().exp().tanh().sum(), x, solver="mincut")
@@ -263,6 +296,101 @@ def test_attention_is_kept_rather_than_a_linear_of_equal_size() -> None:
     repeated = {node.target for node in result.backward.graph.nodes}
     assert torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default not in repeated
     joint.check(result.forward, result.backward)
+
+
+# Checkpoints in what `torch.compile` traces
+
+
+def block(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+    return torch.tanh(torch.tanh(x @ w).sin() @ w)
+
+
+def in_one_region(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+    return torch.tanh(checkpoint(block, x, w, use_reentrant=False)).sum()
+
+
+def in_two_regions(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+    x = checkpoint(block, x, w, use_reentrant=False)
+    return checkpoint(block, x, w, use_reentrant=False).sum()
+
+
+def traced(function: Callable[..., torch.Tensor]) -> Joint:
+    return trace_joint(function, None, torch.randn(32, 8), torch.randn(8, 8))
+
+
+OPTIONS = ({"solver": "auto"}, {"solver": "default"}, {"solver": "mincut"}, {"solver": "mincut", "rules": BanRules()})
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+def test_a_checkpoint_region_runs_again_whatever_the_solver(options: dict[str, Any]) -> None:
+    joint = traced(in_one_region)
+    forward, backward = wholestep.partition(joint.module, num_fwd_outputs=1, **options)
+    joint.check(forward, backward)
+    saved = {node.name for node in saved_nodes(forward)}
+    assert saved - {"tanh_2"} == {"primals_1", "primals_2", "tanh_1"}  # tanh_1 leaves the region, tanh_2 is behind it
+    assert ("tanh_2" in saved) == (options["solver"] != "mincut")
+    assert calls(backward, torch.ops.aten.sin.default) == 1
+    assert calls(backward, torch.ops.aten.mm.default) == 4 + 1  # gradients, and the region's first product
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+def test_the_border_of_two_adjacent_regions_is_saved(options: dict[str, Any]) -> None:
+    joint = traced(in_two_regions)
+    forward, backward = wholestep.partition(joint.module, num_fwd_outputs=1, **options)
+    joint.check(forward, backward)
+    saved = {node.name for node in saved_nodes(forward)}
+    assert saved == {"primals_1", "primals_2", "tanh_1", "tanh_3"}
+    assert calls(backward, torch.ops.aten.mm.default) == 8 + 2
+
+
+def selective(depth: int = 1, **policies: CheckpointPolicy) -> Callable[..., torch.Tensor]:
+    """Regions in which ops have a policy by name, `PREFER_RECOMPUTE` if none."""
+
+    def policy(_: Any, op: Any, *__: Any, **___: Any) -> CheckpointPolicy:
+        return policies.get(op.__name__.split(".")[0], CheckpointPolicy.PREFER_RECOMPUTE)
+
+    def function(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        contexts = partial(create_selective_checkpoint_contexts, policy)
+        for _ in range(depth):
+            x = checkpoint(block, x, w, use_reentrant=False, context_fn=contexts)
+        return torch.tanh(x).sum()
+
+    return function
+
+
+@pytest.mark.parametrize("options", [{"memory_budget": 0.0}, {"solver": "default"}, {"solver": "mincut"}], ids=str)
+def test_must_save_is_saved_whatever_the_budget(options: dict[str, Any]) -> None:
+    joint = traced(selective(mm=CheckpointPolicy.MUST_SAVE))
+    forward, backward = wholestep.partition(joint.module, num_fwd_outputs=1, **options)
+    joint.check(forward, backward)
+    assert torch.ops.aten.mm.default in {node.target for node in saved_nodes(forward)}
+    assert calls(backward, torch.ops.aten.mm.default) == 4  # gradients; no product runs again
+    assert calls(backward, torch.ops.aten.sin.default) == 1
+
+
+def test_preferences_yield_to_the_budget_and_obligations_do_not() -> None:
+    joint = traced(selective(4, mm=CheckpointPolicy.PREFER_SAVE, sin=CheckpointPolicy.MUST_RECOMPUTE))
+    for solver in ("auto", "mincut"):
+        forward, backward = wholestep.partition(joint.module, num_fwd_outputs=1, solver=solver)
+        joint.check(forward, backward)
+        assert calls(backward, torch.ops.aten.mm.default) == 16  # gradients
+        assert calls(backward, torch.ops.aten.sin.default) == 4
+    forward, backward = wholestep.partition(joint.module, num_fwd_outputs=1, memory_budget=0.0)
+    joint.check(forward, backward)
+    assert calls(backward, torch.ops.aten.mm.default) > 16
+    assert calls(backward, torch.ops.aten.sin.default) >= 4
+
+
+def test_dropout_in_a_checkpoint_region_is_replayed_or_saved() -> None:
+    def function(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        return checkpoint(lambda x, w: F.dropout(x @ w, 0.5).sin() @ w, x, w, use_reentrant=False).square().sum()
+
+    joint = traced(function)
+    for fusing in (False, True):  # a compiler that fuses has no replays
+        result = partition_joint(joint.module, num_fwd_outputs=1, fusing=fusing)
+        joint.check(result.forward, result.backward)
+        assert sum(isinstance(node.target, Replay) for node in result.backward.graph.nodes) == (not fusing)
+        assert not calls(result.backward, torch.ops.aten.rand.default)
 
 
 def test_inductor_as_the_backend() -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Iterable
+from dataclasses import replace
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -84,10 +86,17 @@ def slow_peak(problem: Problem, decision: Decision, events: list[Event]) -> tupl
                         kept_for_late.add(value)
     for value in problem.returned:
         last[value, None] = len(events)
-    peak = max(
-        sum(problem.values[key[0]].num_bytes for key in first if first[key] <= time <= last.get(key, -1))
-        for time in range(len(events))
-    )
+
+    def num_bytes(keys: Iterable[tuple[int, int | None]]) -> list[int]:
+        return [problem.values[key[0]].num_bytes for key in keys]
+
+    def live_bytes(time: int, op: Op) -> int:
+        live = [key for key in first if first[key] <= time <= last.get(key, -1)]
+        dying = max(num_bytes(key for key in live if first[key] < time == last[key]), default=0)
+        born = max(num_bytes(key for key in live if first[key] == time < last[key]), default=0)
+        return sum(num_bytes(live)) - (born if op.in_place and born <= dying else 0)
+
+    peak = max(live_bytes(time, problem.ops[event.op]) for time, event in enumerate(events))
     forward = [value for value in kept_for_late if not problem.ops[problem.values[value].maker].is_late]
     return peak, sum(problem.values[value].keep_cost for value in forward if value not in problem.returned)
 
@@ -107,6 +116,17 @@ def test_events_and_peak_are_those_of_the_slow_simulation(problem: Problem, data
     assert max(simulator.timeline(decision)) == outcome.peak_bytes
     again = sum(problem.ops[event.op].cost for event in events if event.segment is not None)
     assert outcome.cost == again + keep_cost
+
+
+def test_in_place_work_needs_no_room_of_its_own() -> None:
+    """f0 -> f1 -> b0 in three places: f1 takes the place of f0, b0 (larger than what dies) needs its own."""
+    values = (Value("x", 0, INPUT), Value("f0", 8, 0), Value("f1", 8, 1), Value("b0", 9, 2))
+    ops = [Op("f0", (0,), (1,)), Op("f1", (1,), (2,)), Op("b0", (2,), (3,), is_late=True)]
+    plain = Problem(tuple(ops), values, frozenset({3}))
+    everything = Decision(frozenset(plain.choices))
+    assert Simulator(plain).timeline(everything) == [8, 16, 17]
+    in_place = Problem(tuple(replace(op, in_place=True) for op in ops), values, frozenset({3}))
+    assert Simulator(in_place).timeline(everything) == [8, 8, 17]
 
 
 def chain(*sizes: int) -> Problem:
