@@ -60,6 +60,7 @@ def compile(
     data_parallel: Any = ...,
     bucket_mb: float = ...,
     cross_iteration: str | Sequence[str] = ...,
+    lower: str = ...,
     dynamic_batch: bool | str = ...,
     verify: int | None = ...,
     max_iters: int | None = ...,
@@ -76,6 +77,7 @@ def compile(
     data_parallel: Any = ...,
     bucket_mb: float = ...,
     cross_iteration: str | Sequence[str] = ...,
+    lower: str = ...,
     dynamic_batch: bool | str = ...,
     verify: int | None = ...,
     max_iters: int | None = ...,
@@ -91,6 +93,7 @@ def compile(
     data_parallel: Any = None,
     bucket_mb: float = 25,
     cross_iteration: str | Sequence[str] = "auto",
+    lower: str = "none",
     dynamic_batch: bool | str = "auto",
     verify: int | None = None,
     max_iters: int | None = None,
@@ -122,6 +125,8 @@ def compile(
         cross_iteration: whether an update may wait for its gradients in the next call, under the next forward. `"auto"`
             moves what shortens the step, `"all"` whatever can move, `"none"` nothing, a list the updates of the
             parameters and modules it names. Whoever looks at the model or the optimizer sees applied updates.
+        lower: `"inductor"` compiles runs of ops with Inductor, equal to eager within the rounding of the dtype;
+            `"none"` runs eager's own kernels.
         dynamic_batch: `"auto"` captures the first batch size as it is and switches to a symbolic one when another size
             comes along; `True` is symbolic from the start; `False` captures every size apart.
         verify: check the first N steps against eager; raises `VerificationError` naming what differs.
@@ -132,34 +137,37 @@ def compile(
 
     The first call captures; later calls run the graph. What is returned carries no autograd history.
     """
+    given = {name: value for name, value in locals().items() if name != "fn"}
     if fn is None:
-        options_given = {name: value for name, value in locals().items() if name != "fn"}
-        return functools.partial(compile, **options_given)
+        return functools.partial(compile, **given)
     if not callable(fn):
         raise WholestepError(f"wholestep.compile takes a train step (a function), not a {type(fn).__name__}")
-    _check(chunk_loss, bucket_mb, cross_iteration, dynamic_batch, verify, max_iters, passes)
     settings = Settings.from_environ()
+    options = _step_options(settings, **given)
     if settings.log_level is not None:
         attach_handler(settings.log_level)
-    if settings.disable:
-        return fn
+    return fn if settings.disable else CompiledStep(fn, options)
+
+
+def _step_options(
+    settings: Settings, memory_budget: Any, data_parallel: Any, verify: int | None, passes: Any, **others: Any
+) -> StepOptions:
+    """Arguments of `compile` and settings in one, checked."""
+    _check(verify=verify, passes=passes, **others)
     pipeline = DEFAULT_PIPELINE if passes is None else passes
-    options = StepOptions(
+    moved: str | Sequence[str] = others.pop("cross_iteration")
+    return StepOptions(
+        **others,
+        cross_iteration=moved if isinstance(moved, str) else tuple(moved),
         memory_budget=None if memory_budget is None else StepBudget.of(memory_budget),
-        chunk_loss=chunk_loss,
         data_parallel=DataParallel.of(data_parallel),
-        bucket_mb=float(bucket_mb),
-        cross_iteration=cross_iteration if isinstance(cross_iteration, str) else tuple(cross_iteration),
-        dynamic_batch=dynamic_batch,
         verify=settings.verify if verify is None else verify,
-        max_iters=max_iters,
         pipeline=Pipeline.parse(pipeline) if isinstance(pipeline, str) else pipeline,
         cache_size=settings.cache_size,
         recompile_warning=settings.recompile_warning,
         dump_dir=Path(settings.dump_dir) if settings.dump_dir else None,
         agreement_timeout_s=settings.agreement_timeout_s,
     )
-    return CompiledStep(fn, options)
 
 
 def partition(
@@ -178,9 +186,10 @@ def partition(
         memory_budget: the highest peak of the two: bytes (`"12GiB"`), parameters and inputs included, or a share from 0
             (the least that is possible) to 1 (keep whatever the backward needs). A mapping is also for modules, as in
             `wholestep.compile`.
-        solver: `"auto"` plans for the peak. `"greedy"`, `"dp"` and `"ilp"` choose by a knapsack which matrix products,
-            convolutions and attentions to keep; `"mincut"` keeps the fewest bytes without repeating any of those,
-            `"default"` keeps everything, both whatever the budget.
+        solver: `"auto"` plans for the peak. `"exact"` does, too, and looks for the cheapest plan there is, in graphs of
+            up to 1000 ops. `"greedy"`, `"dp"` and `"ilp"` choose by a knapsack which matrix products, convolutions and
+            attentions to keep; `"mincut"` keeps the fewest bytes without repeating any of those, `"default"` keeps
+            everything, both whatever the budget.
         estimator: what a second run costs: `"flops"`, `"roofline"` (flops and bytes on a typical device) or `"profile"`
             (measured here).
         rules: cheap ops that `"mincut"`, `"greedy"`, `"dp"` and `"ilp"` must not repeat either; `wholestep.BanRules()`
@@ -219,6 +228,7 @@ def _check(
     chunk_loss: object,
     bucket_mb: object,
     cross_iteration: object,
+    lower: object,
     dynamic_batch: object,
     verify: object,
     max_iters: object,
@@ -233,6 +243,8 @@ def _check(
         raise WholestepError(
             f"cross_iteration is 'auto', 'all', 'none' or a list of parameter and module names, not {cross_iteration!r}"
         )
+    if lower not in ("inductor", "none"):
+        raise WholestepError(f"lower is 'inductor' or 'none', not {lower!r}")
     if not (isinstance(dynamic_batch, bool) or dynamic_batch == "auto"):
         raise WholestepError(f"dynamic_batch is True, False or 'auto', not {dynamic_batch!r}")
     if verify is not None and not _is_count(verify):

@@ -281,7 +281,9 @@ def test_the_public_names_exist_and_are_listed() -> None:
     assert sorted(wholestep.__all__) == wholestep.__all__
     assert all(hasattr(wholestep, name) for name in wholestep.__all__)
     kinds = {name for name, value in vars(errors).items() if isinstance(value, type)}
-    assert kinds | {"BanRules", "DataParallel", "__version__", "compile", "inductor", "partition"} == set(wholestep.__all__)
+    assert kinds | {"BanRules", "DataParallel", "__version__", "compile", "inductor", "partition"} == set(
+        wholestep.__all__
+    )
 
 
 @pytest.mark.parametrize("name", [name for name in wholestep.__all__ if name.endswith("Error")])

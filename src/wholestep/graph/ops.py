@@ -11,7 +11,6 @@ import torch
 from torch import fx
 
 from wholestep import _torch
-from wholestep.graph.replay import Replay
 
 aten = torch.ops.aten
 
@@ -99,7 +98,8 @@ def written_arguments(target: Any) -> tuple[int, ...]:
 def is_pure(target: Any) -> bool:
     """Whether a call may be dropped when unused and merged with an equal one."""
     if not _torch.is_op_overload(target):
-        return isinstance(target, Replay) or getattr(target, "__module__", None) in _PYTHON_MODULES
+        is_ours = getattr(target, "is_pure_call", False)
+        return is_ours or getattr(target, "__module__", None) in _PYTHON_MODULES
     if _torch.namespace(target) not in _KNOWN_NAMESPACES or _torch.packet_name(target) in _UNDECLARED_WRITERS:
         return False
     return not (is_random(target) or written_arguments(target) or _torch.has_side_effect(target))

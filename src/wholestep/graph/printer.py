@@ -9,7 +9,6 @@ import torch
 from torch import fx
 
 from wholestep import _torch
-from wholestep.graph.replay import Replay
 from wholestep.graph.step_graph import StepGraph
 from wholestep.graph.verify import describe
 
@@ -79,7 +78,7 @@ def format_target(target: Any) -> str:
     """A call target as Python: `torch.ops.aten.add.Tensor`, `operator.mul`."""
     if _torch.is_op_overload(target):
         return f"torch.ops.{target}"
-    if isinstance(target, Replay):
+    if not hasattr(target, "__qualname__"):
         return str(target)
     module = _module_of(target)
     return target.__qualname__ if module == "builtins" else f"{module}.{target.__qualname__}"

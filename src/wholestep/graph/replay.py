@@ -7,7 +7,7 @@ anywhere: what other random ops draw does not depend on it.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
@@ -33,6 +33,7 @@ class Replay:
 
     target: Any
     device: str
+    is_pure_call: ClassVar[bool] = True
 
     @property
     def __name__(self) -> str:

@@ -58,7 +58,7 @@ class StepGraph:
 
     As captured the graph is functional: no node writes to a tensor. `reinplace` turns `updates` into in-place ops and
     sets `is_functional` to False; passes that reason about values run before it. `accumulating` names the parameters
-    whose gradient before the call matters to it.
+    whose gradient before the call matters to it. `remarks` has what passes want said about the graph, by pass.
 
     Node meta, set by capture and kept by the edits below: `val` (fake value), `phase`, `fqn` (module path), `source`
     (user's file:line), `origins` (ids of the captured ops it stands for), `twin` (origin of the forward op a backward
@@ -76,6 +76,7 @@ class StepGraph:
         self.is_functional = True
         self.history: list[PassRecord] = []
         self.accumulating: frozenset[str] = frozenset()
+        self.remarks: dict[str, tuple[str, ...]] = {}
 
     # Queries
 
@@ -272,6 +273,7 @@ class StepGraph:
         duplicate.is_functional = self.is_functional
         duplicate.history = list(self.history)
         duplicate.accumulating = self.accumulating
+        duplicate.remarks = dict(self.remarks)
         return duplicate
 
     def recompile(self) -> Callable[..., dict[str, Any]]:

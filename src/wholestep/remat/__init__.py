@@ -3,6 +3,7 @@
 from wholestep.remat.budget import Budget, ModuleBudget, StepBudget, readable
 from wholestep.remat.curve import Curve, CurvePoint, MemoryStudy, Survey
 from wholestep.remat.fit import fit_step
+from wholestep.remat.fit_lowered import fit_lowered_step
 from wholestep.remat.inductor import InductorBackend
 from wholestep.remat.partition import Partition, partition_joint
 from wholestep.remat.plan import KeptValue, ModuleUse, RematPlan, RepeatedOp
@@ -25,6 +26,7 @@ __all__ = [
     "RepeatedOp",
     "StepBudget",
     "Survey",
+    "fit_lowered_step",
     "fit_step",
     "partition_joint",
     "readable",

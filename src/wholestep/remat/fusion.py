@@ -134,3 +134,11 @@ def _priced(problem: Problem, index: int, borders: list[int], kernels: dict[int,
     }
     moved = problem.num_bytes(set(problem.own_reads[index]) - at_hand) + problem.num_bytes(op.makes)
     return replace(op, cost=max(op.flops / device.flops_per_us, moved / device.bytes_per_us))
+
+
+def without_replay(problem: Problem) -> Problem:
+    """The same with random ops that never run again: inside a kernel no state of a generator can be set."""
+    drawn = {index for index, op in enumerate(problem.ops) if op.is_random and not op.is_late}
+    ops = [replace(op, unrepeatable="it is random") if index in drawn else op for index, op in enumerate(problem.ops)]
+    must_drop = frozenset(value for value in problem.must_drop if problem.values[value].maker not in drawn)
+    return replace(problem, ops=tuple(ops), must_drop=must_drop)

@@ -13,19 +13,20 @@ from wholestep.remat.annotations import read_annotations
 from wholestep.remat.budget import Budget, StepBudget, readable
 from wholestep.remat.build import Program
 from wholestep.remat.estimate import estimated_costs, typical_device
-from wholestep.remat.fusion import fused
+from wholestep.remat.fusion import fused, without_replay
 from wholestep.remat.joint import Joint, deduplicated, read_joint, split_joint
 from wholestep.remat.knapsack import METHODS
 from wholestep.remat.modules import fix_modules, name_modules
 from wholestep.remat.padding import share_paddings
-from wholestep.remat.problem import Problem
 from wholestep.remat.rules import BanRules, banned_ops
 from wholestep.remat.search import Choice, Planner
 
 logger = logging.getLogger(__name__)
 
-SOLVERS = ("auto", "default", "mincut", *METHODS)
+SOLVERS = ("auto", "default", "mincut", *METHODS, "exact")
 _SOLVERS_WITH_RULES = ("mincut", *METHODS)
+# Larger graphs take minutes, and the planner's plans for them are hardly dearer.
+_MAX_EXACT_OPS = 1000
 
 
 @dataclass(frozen=True)
@@ -67,7 +68,7 @@ def partition_joint(
     joint = read_joint(merged, num_fwd_outputs, estimated_costs(merged.graph.nodes, estimator))
     if fusing:
         problem = fused(joint.program, typical_device(merged.graph.nodes))
-        joint = replace(joint, program=replace(joint.program, problem=_without_replay(problem)))
+        joint = replace(joint, program=replace(joint.program, problem=without_replay(problem)))
     planner = Planner(joint.problem)
     modules = fix_modules(planner, budget.modules, is_whole=not fusing)
     if budget.modules:
@@ -109,16 +110,21 @@ def choose(
         return planner.everything
     if solver == "mincut":
         return planner.fewest_bytes(banned)
+    if solver == "exact" and len(planner.problem.ops) > _MAX_EXACT_OPS:
+        raise WholestepError(
+            f"the solver 'exact' takes graphs of up to {_MAX_EXACT_OPS} ops and this one has "
+            f"{len(planner.problem.ops)}; use 'auto'"
+        )
     if budget.share is not None:
         cheapest = planner.everything if banned else planner.cheapest
-        if budget.share >= 1:
+        if budget.share >= 1 and solver != "exact":
             return cheapest
         low, high = _smallest(planner, banned).outcome.peak_bytes, cheapest.outcome.peak_bytes
         limit = low + round(budget.share * (high - low))
     else:
         assert budget.num_bytes is not None
         limit = budget.num_bytes - planner.problem.resident_bytes
-    choice = planner.plan(limit) if solver == "auto" else planner.by_knapsack(limit, solver, banned)
+    choice = _planned(planner, limit, solver, banned)
     if choice is not None:
         return choice
     smallest = _smallest(planner, banned)
@@ -131,6 +137,18 @@ def choose(
         f"{held}",
         smallest_bytes,
     )
+
+
+def _planned(planner: Planner, limit_bytes: int, solver: str, banned: Collection[int]) -> Choice | None:
+    """What a solver chooses for a limit without resident bytes."""
+    if solver == "auto":
+        return planner.plan(limit_bytes)
+    if solver != "exact":
+        return planner.by_knapsack(limit_bytes, solver, banned)
+    choice = planner.exactly(limit_bytes)
+    if choice is not None and not choice.is_proven:
+        logger.warning("the exact solver did not come to an end: there may be a cheaper plan than this one")
+    return choice
 
 
 def _smallest(planner: Planner, banned: Collection[int]) -> Choice:
@@ -165,10 +183,3 @@ def _by_name(program: Program, banned: Mapping[int, str]) -> dict[str, str]:
         if program.nodes[index] is not None and not op.is_late
     }
     return {name: reason for name, reason in reasons.items() if reason}
-
-
-def _without_replay(problem: Problem) -> Problem:
-    drawn = {index for index, op in enumerate(problem.ops) if op.is_random and not op.is_late}
-    ops = [replace(op, unrepeatable="it is random") if index in drawn else op for index, op in enumerate(problem.ops)]
-    must_drop = frozenset(value for value in problem.must_drop if problem.values[value].maker not in drawn)
-    return replace(problem, ops=tuple(ops), must_drop=must_drop)

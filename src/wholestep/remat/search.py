@@ -16,6 +16,7 @@ from functools import cached_property
 
 from wholestep.remat.blocks import Chain, find_chains
 from wholestep.remat.chain import Option, solve_chain
+from wholestep.remat.exact import solve_exactly
 from wholestep.remat.knapsack import Item, choose_items
 from wholestep.remat.mincut import min_cut
 from wholestep.remat.patterns import PatternBook
@@ -42,10 +43,11 @@ _LOWER = (0.95, 0.9, 0.85, 0.8)
 
 @dataclass(frozen=True)
 class Choice:
-    """A decision and what it leads to."""
+    """A decision and what it leads to. `is_proven` if it is known that none is cheaper with these segments."""
 
     decision: Decision
     outcome: Outcome
+    is_proven: bool = False
 
 
 class Planner:
@@ -99,6 +101,28 @@ class Planner:
         best = min(fitting, key=_by_cost, default=None)
         return None if best is None else self._polished(best, budget_bytes)
 
+    def exactly(self, budget_bytes: int) -> Choice | None:
+        """As `plan`, and CP-SAT looks for what is cheaper still: with the plan's segments, one for each block, and one.
+
+        `is_proven` if it came to an end with all of them.
+        """
+        best = self.plan(budget_bytes)
+        max_cost = self._max_cost if best is None else best.outcome.cost
+        divisions = [self._starts, frozenset[int]()]
+        if best is not None:
+            divisions.insert(0, best.decision.starts)
+        is_proven = True
+        for starts in dict.fromkeys(divisions):
+            known = None if best is None else best.decision
+            answer = solve_exactly(self.problem, budget_bytes, starts=starts, max_cost=max_cost, known=known)
+            is_proven = is_proven and answer is not None and answer.is_proven
+            if answer is None or answer.decision is None:
+                continue
+            choice = self.judge(answer.decision)
+            best = choice if best is None else min(best, choice, key=_by_cost)
+            max_cost = best.outcome.cost
+        return None if best is None else replace(best, is_proven=is_proven)
+
     def _fitting(self, budget_bytes: int) -> list[Choice]:
         """All choices known that fit, after asking everyone."""
         self._from_chains(budget_bytes)
@@ -115,7 +139,11 @@ class Planner:
         return [choice for choice in choices if choice.outcome.fits(budget_bytes) and self._is_affordable(choice)]
 
     def _is_affordable(self, choice: Choice) -> bool:
-        return choice.outcome.cost <= max(_MAX_FORWARDS * self.problem.forward_cost, self.everything.outcome.cost)
+        return choice.outcome.cost <= self._max_cost
+
+    @property
+    def _max_cost(self) -> float:
+        return max(_MAX_FORWARDS * self.problem.forward_cost, self.everything.outcome.cost)
 
     def judge(self, decision: Decision) -> Choice:
         """Simulate a decision."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from torch import fx
@@ -10,6 +10,7 @@ from torch import fx
 from wholestep.cost import Cost, LiveValue, MemoryProfile, node_cost, profile_memory
 from wholestep.cost.memory import storage_bytes, tensors_in
 from wholestep.graph import Phase, SlotKind, StepGraph
+from wholestep.lower import Region
 
 OUTSIDE_MODULES = "(outside modules)"
 
@@ -65,12 +66,21 @@ class GraphSummary:
 
 def summarise(graph: StepGraph) -> GraphSummary:
     """Gather costs by phase and module, slots by kind, and the memory profile."""
-    costs = {node: node_cost(node) for node in graph.calls()}
+    costs = {node: node_cost(node) for node in _ops_of(graph)}
     present = {phase: Cost() for phase in Phase if any(node.meta["phase"] is phase for node in costs)}
     for node, cost in costs.items():
         present[node.meta["phase"]] += cost
     memory = profile_memory(graph)
     return GraphSummary(present, _slot_totals(graph), _module_totals(costs), memory, _group(memory.at_peak))
+
+
+def _ops_of(graph: StepGraph) -> Iterator[fx.Node]:
+    """All calls; of a region those in it, which is what it computes."""
+    for node in graph.calls():
+        if isinstance(node.target, Region):
+            yield from node.target.calls
+        else:
+            yield node
 
 
 def _slot_totals(graph: StepGraph) -> tuple[SlotTotal, ...]:

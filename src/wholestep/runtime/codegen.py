@@ -66,11 +66,17 @@ class _Writer:
             lines.append("    inputs.clear()")
         for node in nodes:
             if node.op == "call_function":
+                dead = dead_after[node]
+                if empties_arguments(node):
+                    lines.append(f"    arguments = {self._text(node.args[0])}")
+                    given = [name for name in dead if name != node.name]
+                    lines += [f"    del {', '.join(given)}"] if given else []
+                    dead = [name for name in dead if name == node.name]
                 lines.append(f"    {self._statement(node)}")
                 if node.name in self.restride:
                     function = self._global(with_strides, "with_strides")
                     lines.append(f"    {node.name} = {function}({node.name}, {self.restride[node.name]})")
-                lines += [f"    del {', '.join(dead_after[node])}"] if dead_after[node] else []
+                lines += [f"    del {', '.join(dead)}"] if dead else []
                 if node.name in self.after:
                     lines.append(f"    {self._global(self.after[node.name], 'applied')}()")
         returned = (self.graph.outputs, tuple(self.graph.updates.values()), tuple(self.graph.results.values()))
@@ -82,6 +88,8 @@ class _Writer:
             return f"{node.name} = {self._text(node.args[0])}[{self._text(node.args[1])}]"
         stem = _torch.packet_name(node.target) if ops.is_op(node) else getattr(node.target, "__name__", "call")
         function = self._global(best_binding(self.graph, node), stem)
+        if empties_arguments(node):
+            return f"{node.name} = {function}(arguments)"
         arguments = [self._text(argument) for argument in node.args]
         arguments += [f"{name}={self._text(value)}" for name, value in node.kwargs.items()]
         return f"{node.name} = {function}({', '.join(arguments)})"
@@ -103,6 +111,11 @@ class _Writer:
             self._global_of[value] = f"{stem}_{len(self._global_of)}_"
             self.names[self._global_of[value]] = value
         return self._global_of[value]
+
+
+def empties_arguments(node: fx.Node) -> bool:
+    """Whether a call takes all its arguments as a list, out of which it takes them: they go while it runs."""
+    return getattr(node.target, "empties_arguments", False)
 
 
 def _dead_after(nodes: list[fx.Node]) -> dict[fx.Node, list[str]]:
@@ -137,6 +150,9 @@ def run_checked(
             if len(values) >= len(inputs) and inputs:
                 inputs.clear()
             args, kwargs = map_nodes((node.args, node.kwargs), lambda source: values[source.name])
+            if empties_arguments(node):
+                args = ([*args[0]],)  # a list of FX's own kind cannot be emptied
+                values.update(dict.fromkeys(dead_after[node]))
             result = best_binding(graph, node)(*args, **kwargs)
             promised = _promised_strides(node, result)
             if promised is not None:

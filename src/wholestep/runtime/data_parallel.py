@@ -102,10 +102,12 @@ class Replicas:
         timeout_s: float,
         memory_budget: str | None = None,
         chunk_loss: int | str | None = None,
+        lower: str = "none",
     ) -> None:
         self.options = options
         self.memory_budget = memory_budget
         self.chunk_loss = chunk_loss
+        self.lower = lower
         self.bucket_mb = bucket_mb
         self.cross_iteration = cross_iteration
         self.name = name
@@ -212,6 +214,7 @@ class Replicas:
             "link": self.options.link,
             "memory_budget": self.memory_budget,
             "chunk_loss": self.chunk_loss,
+            "lower": self.lower,
         }
 
     def _broadcast_state(self, captured: Capture) -> None:

@@ -12,6 +12,7 @@ from wholestep import _torch
 from wholestep.capture.binding import Binding
 from wholestep.graph import StepGraph
 from wholestep.iteration.moves import SHARED
+from wholestep.lower import prepare_regions
 from wholestep.runtime.codegen import Step, generate, run_checked
 
 
@@ -36,6 +37,7 @@ class Executable:
         self._updates = [bindings[slot_id] for slot_id in graph.updates]
         self._results = [bindings[slot_id] for slot_id in graph.results]
         self._step: Step | None = None
+        prepare_regions(graph)
         # Updates that are not made in place are written behind the run, all at once.
         self._after = {} if on_applied is None or graph.updates else _last_ops(graph, on_applied)
 

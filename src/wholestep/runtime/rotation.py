@@ -15,6 +15,7 @@ from wholestep.capture.binding import Binding, Carried
 from wholestep.graph import Slot, SlotKind, StepGraph
 from wholestep.iteration import Kind, carried_nodes, derive, moved_nodes
 from wholestep.iteration.moves import SHARED, found_again
+from wholestep.lower import Lower
 from wholestep.passes import Pipeline, run_passes
 from wholestep.runtime.executable import Executable
 from wholestep.runtime.pending import Pending
@@ -58,6 +59,9 @@ class Rotation:
         self._setup = self._derived(Kind.SETUP) if self._blocks else self._whole
         self._main = self._derived(Kind.MAIN) if self._blocks else self._whole
         self._flushes: dict[frozenset[int], Executable] = {}
+        if capture.dynamic_leaves and any(item.name == Lower.name for item in finish):
+            # Compiling regions may bring more assumptions about sizes, and guards are made of those known by then.
+            _ = self._whole, self._cleanup
 
     @property
     def graph(self) -> StepGraph:

@@ -21,8 +21,9 @@ from wholestep.cost import dominant_logits, profile_memory
 from wholestep.errors import CaptureError, GuardError
 from wholestep.graph import StepGraph
 from wholestep.iteration import Rotate
+from wholestep.lower import Decompose, Lower
 from wholestep.passes import DEFAULT_PIPELINE, ChunkLoss, Pass, Pipeline, mark_logits, run_passes
-from wholestep.remat import MemoryStudy, RematPlan, StepBudget, Survey, fit_step, readable
+from wholestep.remat import MemoryStudy, RematPlan, StepBudget, Survey, fit_lowered_step, fit_step, readable
 from wholestep.runtime import differential
 from wholestep.runtime.data_parallel import DataParallel, Replicas
 from wholestep.runtime.guards import Call, tensor_type
@@ -40,6 +41,7 @@ class StepOptions:
     dynamic_batch: bool | str = "auto"
     memory_budget: StepBudget | None = None
     chunk_loss: int | str | None = None
+    lower: str = "none"
     data_parallel: DataParallel | None = None
     bucket_mb: float = 25.0
     cross_iteration: str | tuple[str, ...] = "auto"
@@ -219,8 +221,13 @@ class StepRunner:
             graph = run_passes(captured.graph, rewrite, dump_dir=self.options.dump_dir)
             is_planned = self.options.memory_budget is not None or captured.num_checkpoint_regions > 0
             chunking = self._chunking(graph, finish_copy, is_planned=is_planned)
-            graph = run_passes(graph, chunking, dump_dir=self.options.dump_dir)
-            if is_planned:
+            graph = run_passes(
+                graph, [*chunking, *([Decompose()] if self._is_lowered else [])], dump_dir=self.options.dump_dir
+            )
+            if self._is_lowered:
+                remat, memory = fit_lowered_step(graph, self.options.memory_budget)
+                graph = run_passes(graph, [remat], dump_dir=self.options.dump_dir)
+            elif is_planned:
                 remat, memory, survey = fit_step(graph, self.options.memory_budget, finish_copy)
                 graph = run_passes(graph, [remat], dump_dir=self.options.dump_dir)
             return captured, graph
@@ -237,12 +244,17 @@ class StepRunner:
                 passes = replicas.passes(plan)
                 finish = Pipeline((*finish.passes, FillBuckets())) if finish.passes else finish
             graph = run_passes(graph, passes, dump_dir=self.options.dump_dir)
+            finish = Pipeline((Lower(), *finish.passes)) if self._is_lowered else finish
             rotation = Rotation(graph, finish, captured, self._name)
             fresh = Specialization(captured, rotation, call, plan, self._finished(memory, rotation), survey)
         self._num_captures += 1
         self._remember(fresh)
         self._log(fresh, reason, time.perf_counter() - started)
         return fresh
+
+    @property
+    def _is_lowered(self) -> bool:
+        return self.options.lower == "inductor"
 
     def _chunking(self, graph: StepGraph, finish: Callable[[StepGraph], StepGraph], *, is_planned: bool) -> list[Pass]:
         """What `chunk_loss` asks for; a loss that cannot be had in chunks is warned about.
@@ -263,9 +275,12 @@ class StepRunner:
         return [ChunkLoss(chunks)] if heads and chunks > 1 else []
 
     def _finished(self, memory: RematPlan | None, rotation: Rotation) -> RematPlan | None:
-        """The memory plan with the peak of the graph that runs: buckets and what crosses iterations come on top."""
-        if memory is None:
-            return None
+        """The memory plan with the peak of the graph that runs: buckets and what crosses iterations come on top.
+
+        Of a lowered graph the planner's own prediction is all there is.
+        """
+        if memory is None or self._is_lowered:
+            return memory
         memory = replace(memory, peak_bytes=profile_memory(rotation.graph).peak_bytes)
         budget = None if self.options.memory_budget is None else self.options.memory_budget.whole
         if budget is not None and budget.num_bytes is not None and memory.peak_bytes > budget.num_bytes:
@@ -288,6 +303,7 @@ class StepRunner:
                 self.options.agreement_timeout_s,
                 None if self.options.memory_budget is None else str(self.options.memory_budget),
                 self.options.chunk_loss,
+                self.options.lower,
             )
         return self._replicas
 

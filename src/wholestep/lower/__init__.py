@@ -1,0 +1,9 @@
+"""Partial lowering: runs of ops that Inductor can compile become regions, the rest stays where it is."""
+
+from wholestep.lower.decompose import Decompose
+from wholestep.lower.layouts import prepare_regions
+from wholestep.lower.lower import Lower, regions_of
+from wholestep.lower.region import Region
+from wholestep.lower.regions import Break, Division, divide
+
+__all__ = ["Break", "Decompose", "Division", "Lower", "Region", "divide", "prepare_regions", "regions_of"]
