@@ -5,7 +5,8 @@
 "compile" is `torch.compile` of forward and loss, with autograd's backward compiled by it and AdamW's fused step in
 eager: the best a user can do today. "lowered" is `wholestep.compile(lower="inductor")`, "unlowered" the same without.
 Steps of all contenders are interleaved; times are medians. First calls are timed in processes of their own, with an
-empty Inductor cache ("cold") and again with what that left ("warm"); imports count for both.
+empty Inductor cache ("cold") and again with what that left ("warm"); imports count for both. Peaks are not measured
+here: `torch.compile` runs eager as soon as anybody watches its tensors.
 """
 
 from __future__ import annotations
@@ -27,7 +28,6 @@ from typing import Any
 import torch
 
 import wholestep
-from wholestep.cost.measure import measure_peak
 from wholestep.zoo import ZooCase, gpt, resnet
 
 CONTENDERS = ("eager", "compile", "unlowered", "lowered")
@@ -35,11 +35,10 @@ CONTENDERS = ("eager", "compile", "unlowered", "lowered")
 
 @dataclass(frozen=True)
 class Row:
-    """One model: ms per step, MB at the peak, seconds of the first call with an empty and a full cache."""
+    """One model: ms per step, seconds of the first call with an empty and a full cache."""
 
     case: str
     step_ms: dict[str, float]
-    peak_mb: dict[str, float]
     cold_s: dict[str, float]
     warm_s: dict[str, float]
 
@@ -84,8 +83,8 @@ def prepared(contender: str, name: str) -> Callable[[], torch.Tensor]:
     return lambda: step(model, optimizer, batch)
 
 
-def measure(name: str, num_rounds: int, steps: int) -> tuple[dict[str, float], dict[str, float]]:
-    """Medians over interleaved rounds, and peaks."""
+def measure(name: str, num_rounds: int, steps: int) -> dict[str, float]:
+    """Medians over interleaved rounds, in ms."""
     runs = {contender: prepared(contender, name) for contender in CONTENDERS}
     for run in runs.values():
         for _ in range(3):
@@ -98,8 +97,7 @@ def measure(name: str, num_rounds: int, steps: int) -> tuple[dict[str, float], d
                 started = time.perf_counter()
                 run()
                 times[contender].append(time.perf_counter() - started)
-    peaks = {contender: measure_peak(run).peak_bytes / 1e6 for contender, run in runs.items()}
-    return {contender: 1e3 * statistics.median(values) for contender, values in times.items()}, peaks
+    return {contender: 1e3 * statistics.median(values) for contender, values in times.items()}
 
 
 def first_call(contender: str, name: str, cache: str, threads: int) -> float:
@@ -134,7 +132,7 @@ def main(argv: list[str] | None = None) -> int:
                 cold[contender] = first_call(contender, name, cache, arguments.threads)
                 warm[contender] = first_call(contender, name, cache, arguments.threads)
         rounds, steps = (3, 5) if arguments.quick else (8, 12)
-        rows.append(Row(name, *measure(name, rounds, steps), cold, warm))
+        rows.append(Row(name, measure(name, rounds, steps), cold, warm))
         _print(rows[-1])
     if arguments.json:
         arguments.json.write_text(json.dumps([asdict(row) for row in rows], indent=1))
@@ -143,13 +141,11 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _print(row: Row) -> None:
-    print(
-        f"\n{row.case}\n| | ms/step | of compile | peak MB | first call, cold s | warm s |\n|---|---|---|---|---|---|"
-    )
+    print(f"\n{row.case}\n| | ms/step | of compile | first call, cold s | warm s |\n|---|---|---|---|---|")
     for contender in CONTENDERS:
         first = [f"{times[contender]:.1f}" if contender in times else "" for times in (row.cold_s, row.warm_s)]
         step_ms = row.step_ms[contender]
-        cells = [f"{step_ms:.1f}", f"{step_ms / row.step_ms['compile']:.2f}", f"{row.peak_mb[contender]:.0f}", *first]
+        cells = [f"{step_ms:.1f}", f"{step_ms / row.step_ms['compile']:.2f}", *first]
         print(f"| {contender} | {' | '.join(cells)} |")
     print(f"compile time: {row.cold_s['lowered'] / row.cold_s['compile']:.2f}x; "
           f"warm over cold: {row.warm_s['lowered'] / row.cold_s['lowered']:.2f}x", flush=True)  # fmt: skip
