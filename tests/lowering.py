@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import shutil
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -16,6 +17,10 @@ from wholestep.graph import StepGraph
 from wholestep.lower import Decompose, region
 from wholestep.zoo import ZooCase
 from wholestep.zoo.optimizers import OPTIMIZERS, two_groups
+
+needs_compiler = pytest.mark.skipif(
+    not any(map(shutil.which, ("g++", "clang++", "c++"))), reason="Inductor compiles C++, and there is no compiler here"
+)
 
 Run = Callable[[list[Any]], Sequence[Any]]
 Compile = Callable[[fx.GraphModule, Any], Run]

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from tests.lowering import DOUBLE, compile_with, in_double, in_two_groups, op_by_op
+from tests.lowering import DOUBLE, compile_with, in_double, in_two_groups, needs_compiler, op_by_op
 from tests.parity import assert_parity, default_step
 from torch import Tensor, fx, nn
 from torch.profiler import profile
@@ -217,6 +217,7 @@ def test_op_by_op_takes_inputs_in_any_layout() -> None:
     assert inputs == []
 
 
+@needs_compiler
 def test_inductor_trains_like_eager_and_compiles_equal_regions_once(monkeypatch: pytest.MonkeyPatch) -> None:
     compiled: list[int] = []
     genuine = _inductor_torch.compile_functional
@@ -233,17 +234,20 @@ def test_inductor_trains_like_eager_and_compiles_equal_regions_once(monkeypatch:
     assert len(compiled) == 2
 
 
+@needs_compiler
 @pytest.mark.slow
 def test_inductor_in_single_precision() -> None:
     step = assert_parity(zoo.get("mlp"), "sgd", steps=3, compile_options=LOWERED, rtol=1.3e-6, atol=1e-5)
     assert all(item.is_compiled for item in regions_of(step.graph))
 
 
+@needs_compiler
 def test_inductor_with_a_dynamic_batch() -> None:
     case = mlp.make_case("dry", mlp.MLPConfig(dropout=0.0))
     assert trained(case, "sgd", dynamic_batch=True, batch_sizes=(4, 7, 16)).num_captures == 1
 
 
+@needs_compiler
 def test_what_inductor_returns_has_memory_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     """Also where nothing is computed, or the same thing twice."""
     monkeypatch.setattr(Lower.__init__, "__defaults__", (3,))
@@ -273,6 +277,7 @@ def test_what_inductor_returns_has_memory_of_its_own(monkeypatch: pytest.MonkeyP
     assert not any(ops.has_effect(node) for item in regions_of(compiled.graph) for node in item.calls)
 
 
+@needs_compiler
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "options",

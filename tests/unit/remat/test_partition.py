@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from tests.joint import Joint, trace_joint
+from tests.lowering import needs_compiler
 from torch import fx, nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
@@ -393,6 +394,7 @@ def test_dropout_in_a_checkpoint_region_is_replayed_or_saved() -> None:
         assert not calls(result.backward, torch.ops.aten.rand.default)
 
 
+@needs_compiler
 def test_inductor_as_the_backend() -> None:
     model = network(dropout=0.0)
     reference = network(dropout=0.0)
@@ -407,6 +409,7 @@ def test_inductor_as_the_backend() -> None:
         torch.testing.assert_close(ours.grad, theirs.grad)
 
 
+@needs_compiler
 def test_inductor_with_dropout_keeps_euler() -> None:
     """Homogeneous in each weight: <w, w.grad> is the loss, whatever the masks, unless the backward has others."""
     torch.manual_seed(0)
