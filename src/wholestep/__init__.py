@@ -1,7 +1,7 @@
 """Wholestep compiles a whole PyTorch training step: forward, loss, backward and optimizer as one graph."""
 
 from wholestep._version import __version__
-from wholestep.api import BanRules, DataParallel, compile, inductor, partition
+from wholestep.api import BanRules, DataParallel, compile, inductor, lower, partition
 from wholestep.errors import (
     BudgetError,
     CaptureError,
@@ -29,5 +29,6 @@ __all__ = [
     "__version__",
     "compile",
     "inductor",
+    "lower",
     "partition",
 ]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, overload
@@ -12,6 +13,7 @@ from torch import fx
 from wholestep._logging import attach_handler
 from wholestep._settings import Settings
 from wholestep.errors import WholestepError
+from wholestep.lower import lower_module
 from wholestep.passes import DEFAULT_PIPELINE, Pipeline
 from wholestep.remat import BanRules, InductorBackend, StepBudget, partition_joint
 from wholestep.report.explain import explain_step
@@ -20,6 +22,9 @@ from wholestep.report.memory_plan import write_memory_pictures
 from wholestep.runtime import DataParallel, StepOptions, StepRunner
 
 MemoryBudget = float | str | Mapping[str, float | str]
+
+
+logger = logging.getLogger(__name__)
 
 
 class CompiledStep(StepRunner):
@@ -222,6 +227,32 @@ def inductor(
     See `wholestep.partition` for the arguments.
     """
     return InductorBackend(StepBudget.of(memory_budget), solver, estimator, rules)
+
+
+def lower(
+    gm: fx.GraphModule,
+    *,
+    node_predicate: Callable[[fx.Node], bool] | None = None,
+    region_predicate: Callable[[Sequence[fx.Node]], bool] | None = None,
+    min_ops: int = 10,
+    dump: Callable[[str, fx.GraphModule], Any] | None = None,
+) -> fx.GraphModule:
+    """Compile the parts of a functional FX graph that Inductor can compile, and leave the rest where it is.
+
+    Args:
+        node_predicate: which nodes may be in a region at all.
+        region_predicate: which runs of nodes become one.
+        min_ops: shorter runs stay as they are.
+        dump: called with the name and the graph of each region.
+
+    The graph's nodes have fake values (`make_fx`, `torch.export`); it is left as it is. Breaks are logged with reasons.
+    """
+    lowered, breaks = lower_module(
+        gm, node_predicate=node_predicate, region_predicate=region_predicate, min_ops=min_ops, dump=dump
+    )
+    for item in breaks:
+        logger.info("not lowered: %s", item)
+    return lowered
 
 
 def _check(

@@ -3,7 +3,18 @@
 from wholestep.lower.decompose import Decompose
 from wholestep.lower.layouts import prepare_regions
 from wholestep.lower.lower import Lower, regions_of
+from wholestep.lower.module import lower_module
 from wholestep.lower.region import Region
 from wholestep.lower.regions import Break, Division, divide
 
-__all__ = ["Break", "Decompose", "Division", "Lower", "Region", "divide", "prepare_regions", "regions_of"]
+__all__ = [
+    "Break",
+    "Decompose",
+    "Division",
+    "Lower",
+    "Region",
+    "divide",
+    "lower_module",
+    "prepare_regions",
+    "regions_of",
+]

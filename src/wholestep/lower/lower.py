@@ -15,7 +15,7 @@ from torch import fx
 from wholestep.graph import Phase, StepGraph, ops
 from wholestep.lower.outline import outline
 from wholestep.lower.region import Region
-from wholestep.lower.regions import divide, merged
+from wholestep.lower.regions import NodePredicate, RegionPredicate, divide, merged
 from wholestep.passes.base import Pass, register
 
 _MAX_NAME = 48
@@ -39,14 +39,25 @@ class Lower(Pass):
     min_ops: int = 10
 
     def apply(self, graph: StepGraph) -> StepGraph:
-        _bring_items_home(graph)
         _draw_first(graph)
-        division = divide(graph, min_ops=self.min_ops)
-        taken: set[str] = set()
-        for nodes in division.regions:
-            outline(graph, nodes, _unused_name(region_name(nodes), taken))
-        graph.remarks["lower"] = tuple(str(item) for item in merged(division.breaks))
+        lower_graph(graph, min_ops=self.min_ops)
         return graph
+
+
+def lower_graph(
+    graph: StepGraph,
+    *,
+    min_ops: int,
+    node_predicate: NodePredicate | None = None,
+    region_predicate: RegionPredicate | None = None,
+) -> None:
+    """Outline the regions of a graph and note the breaks."""
+    _bring_items_home(graph)
+    division = divide(graph, min_ops=min_ops, node_predicate=node_predicate, region_predicate=region_predicate)
+    taken: set[str] = set()
+    for nodes in division.regions:
+        outline(graph, nodes, _unused_name(region_name(nodes), taken))
+    graph.remarks["lower"] = tuple(str(item) for item in merged(division.breaks))
 
 
 def regions_of(graph: StepGraph) -> list[Region]:
