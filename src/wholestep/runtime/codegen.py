@@ -22,6 +22,8 @@ from wholestep.graph import StepGraph, map_nodes, ops
 Step = Callable[[list[Any]], tuple[tuple[Any, ...], tuple[Any, ...], tuple[Any, ...]]]
 
 _numbers = itertools.count()
+# No node is called so.
+_GIVEN_AWAY = "__arguments__"
 _known_bindings: dict[tuple[Any, ...], Callable[..., Any]] = {}
 
 
@@ -68,7 +70,7 @@ class _Writer:
             if node.op == "call_function":
                 dead = dead_after[node]
                 if empties_arguments(node):
-                    lines.append(f"    arguments = {self._text(node.args[0])}")
+                    lines.append(f"    {_GIVEN_AWAY} = {self._text(node.args[0])}")
                     given = [name for name in dead if name != node.name]
                     lines += [f"    del {', '.join(given)}"] if given else []
                     dead = [name for name in dead if name == node.name]
@@ -89,7 +91,7 @@ class _Writer:
         stem = _torch.packet_name(node.target) if ops.is_op(node) else getattr(node.target, "__name__", "call")
         function = self._global(best_binding(self.graph, node), stem)
         if empties_arguments(node):
-            return f"{node.name} = {function}(arguments)"
+            return f"{node.name} = {function}({_GIVEN_AWAY})"
         arguments = [self._text(argument) for argument in node.args]
         arguments += [f"{name}={self._text(value)}" for name, value in node.kwargs.items()]
         return f"{node.name} = {function}({', '.join(arguments)})"
