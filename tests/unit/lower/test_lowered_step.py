@@ -285,6 +285,9 @@ def test_what_inductor_returns_has_memory_of_its_own(monkeypatch: pytest.MonkeyP
     ids=["plain", "budget", "rotated", "dynamic"],
 )
 @pytest.mark.parametrize("name", zoo.CASES)
-def test_the_zoo_through_inductor(name: str, options: dict[str, Any]) -> None:
+def test_the_zoo_through_inductor(name: str, options: dict[str, Any], request: pytest.FixtureRequest) -> None:
+    if name == "checkpointed_reentrant" and "dynamic_batch" in options:
+        reason = "a region whose inputs do not tell the batch size is not compiled (it runs op by op)"
+        request.applymarker(pytest.mark.xfail(strict=True, reason=reason))
     # Adam makes much of the rounding in small gradients.
     trained(zoo.get(name), "sgd" if name in LOOSE else "adamw_fused", **options)
