@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from tests.parity import assert_parity
+from tests.parity import assert_parity, default_step
 from torch import nn
 
 import wholestep
@@ -117,15 +117,7 @@ def _train(case: Any, options: dict[str, Any]) -> tuple[list[torch.Tensor], Any]
     model = case.build().cuda()
     optimizer = torch.optim.AdamW(model.parameters(), fused=True)
     batch = {name: value.cuda() for name, value in case.make_batch(BATCH, 1).items()}
-
-    def train_step(model: nn.Module, optimizer: torch.optim.Optimizer, batch: Any) -> torch.Tensor:
-        optimizer.zero_grad()
-        loss = case.loss(model, batch)
-        loss.backward()
-        optimizer.step()
-        return loss.detach()
-
-    step = wholestep.compile(train_step, **options)
+    step = wholestep.compile(default_step(case), **options)
     losses = [step(model, optimizer, batch) for _ in range(3)]
     states = [value for state in optimizer.state.values() for value in state.values()]
     return [*losses, *model.parameters(), *model.buffers(), *states], step

@@ -9,8 +9,8 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.parity import default_step
 from tests.random_programs import problems
-from torch import nn
 
 import wholestep
 from wholestep import zoo
@@ -27,16 +27,8 @@ CASE = zoo.get("gpt")
 
 def compiled(case: ZooCase = CASE, **options: Any) -> Any:
     """A step that has been called once."""
-
-    def train_step(model: nn.Module, optimizer: torch.optim.Optimizer, batch: Any) -> torch.Tensor:
-        optimizer.zero_grad()
-        loss = case.loss(model, batch)
-        loss.backward()
-        optimizer.step()
-        return loss.detach()
-
     model = case.build()
-    step = wholestep.compile(train_step, **options)
+    step = wholestep.compile(default_step(case), **options)
     step(model, torch.optim.AdamW(model.parameters(), fused=True), case.make_batch(32, 1))
     return step
 

@@ -7,13 +7,13 @@ import logging
 import random
 from collections.abc import Mapping
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
+from tests.checkpoints import UnderPolicy
 from tests.joint import trace_joint
 from tests.parity import assert_parity
 from tests.random_programs import problems
@@ -190,15 +190,6 @@ def test_checkpoint_policies_have_been_heard_before() -> None:
         saves = op is aten.tanh.default
         return checkpoint.CheckpointPolicy.MUST_SAVE if saves else checkpoint.CheckpointPolicy.MUST_RECOMPUTE
 
-    class Model(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.inner = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8), nn.Sigmoid(), nn.Linear(8, 8))
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            contexts = partial(checkpoint.create_selective_checkpoint_contexts, policy)
-            return checkpoint.checkpoint(self.inner, x, use_reentrant=False, context_fn=contexts).square().sum()
-
     def train_step(model: nn.Module, optimizer: torch.optim.Optimizer, batch: torch.Tensor) -> torch.Tensor:
         optimizer.zero_grad()
         loss = model(batch)
@@ -207,7 +198,7 @@ def test_checkpoint_policies_have_been_heard_before() -> None:
         return loss.detach()
 
     for share in (0.0, 1.0):
-        model = Model()
+        model = UnderPolicy(policy)
         step = wholestep.compile(train_step, memory_budget={"inner": share})
         step(model, torch.optim.SGD(model.parameters(), lr=0.1), torch.randn(64, 8))
         assert step.memory_plan is not None

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import copy
-from functools import partial
 from typing import Any
 
 import pytest
 import torch
-from tests.parity import assert_parity
+from tests.checkpoints import UnderPolicy
+from tests.parity import assert_parity, default_step
 from torch import nn
 from torch.utils import checkpoint
 
@@ -29,14 +29,7 @@ def peak_of(case: ZooCase, **options: Any) -> tuple[int, Any]:
     model = case.build()
     optimizer = torch.optim.AdamW(model.parameters(), fused=True)
     batch = case.make_batch(BATCH, 1)
-
-    def train_step(model: nn.Module, optimizer: torch.optim.Optimizer, batch: Any) -> torch.Tensor:
-        optimizer.zero_grad()
-        loss = case.loss(model, batch)
-        loss.backward()
-        optimizer.step()
-        return loss.detach()
-
+    train_step = default_step(case)
     step = wholestep.compile(train_step, **options) if options else train_step
     for _ in range(2):
         step(model, optimizer, batch)
@@ -202,16 +195,7 @@ def test_selective_checkpoint_policies() -> None:
             return checkpoint.CheckpointPolicy.PREFER_SAVE
         return checkpoint.CheckpointPolicy.PREFER_RECOMPUTE
 
-    class Model(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.inner = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8), nn.Sigmoid(), nn.Linear(8, 8))
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            contexts = partial(checkpoint.create_selective_checkpoint_contexts, policy)
-            return checkpoint.checkpoint(self.inner, x, use_reentrant=False, context_fn=contexts).square().sum()
-
-    model, reference = Model(), Model()
+    model, reference = UnderPolicy(policy), UnderPolicy(policy)
     reference.load_state_dict(model.state_dict())
     batch = torch.randn(64, 8)
     for budget in (None, 0.0):
