@@ -46,6 +46,10 @@ class RankError(WholestepError):
     """Ranks disagree about the step, or one of them failed; every rank raises, no gradient has been communicated."""
 
 
+class ScheduleError(WholestepError):
+    """A pipeline schedule cannot be read, built or run; the message names the rank and the action."""
+
+
 class BudgetError(WholestepError):
     """A memory budget cannot be kept; `smallest_bytes` is the least that is known to be enough."""
 
