@@ -14,7 +14,8 @@ from torch.optim import Optimizer
 import wholestep
 from wholestep import _inductor_torch
 from wholestep.graph import StepGraph
-from wholestep.lower import Decompose, region
+from wholestep.lower import Decompose, lower, region
+from wholestep.passes import LossGradient
 from wholestep.zoo import ZooCase
 from wholestep.zoo.optimizers import OPTIMIZERS, two_groups
 
@@ -59,8 +60,11 @@ def compile_with(monkeypatch: pytest.MonkeyPatch, compile: Compile = op_by_op) -
 
 
 def keep_ops_whole(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Leave decompositions out: regions that run op by op then give the very bits of eager."""
-    monkeypatch.setattr(Decompose, "apply", lambda self, graph: graph)
+    """Leave out what rounds otherwise: regions that run op by op then give the very bits of eager."""
+    for rewrite in (Decompose, LossGradient):
+        monkeypatch.setattr(rewrite, "apply", lambda self, graph: graph)
+    monkeypatch.setattr(lower, "lower_numbers", lambda graph, **options: None)
+    monkeypatch.setattr(region, "replace_tanh", lambda graph: None)
 
 
 def in_double(case: ZooCase) -> ZooCase:

@@ -8,12 +8,14 @@ from typing import Any, cast
 import torch
 from torch import fx
 from torch._guards import TracingContext, tracing
-from torch._inductor import config, decomposition, lowering
+from torch._inductor import config, cpp_builder, decomposition, lowering
 from torch._inductor.compile_fx import compile_fx, compile_fx_inner
 from torch._inductor.custom_graph_pass import CustomPartitionerFn
+from torch._inductor.exc import InvalidCxxCompiler
 from torch._inductor.fx_passes import joint_graph
 from torch._inductor.virtualized import V
 from torch.fx.experimental import proxy_tensor
+from torch.utils._triton import has_triton
 
 Partition = Callable[..., tuple[fx.GraphModule, fx.GraphModule]]
 
@@ -74,3 +76,14 @@ def compile_functional(
     ):
         joint_graph.joint_graph_passes(module)
         return compile_fx_inner(module, inputs), strides
+
+
+def why_no_compiler(*, is_cuda: bool) -> str:
+    """What Inductor lacks to compile for a kind of device, "" if it lacks nothing."""
+    if is_cuda:
+        return "" if has_triton() else "there is no Triton here"
+    try:
+        cpp_builder.get_cpp_compiler()
+    except InvalidCxxCompiler:
+        return "there is no C++ compiler here"
+    return ""

@@ -78,7 +78,7 @@ class Settings:
         "DUMP_DIR",
         None,
         _FOLDER,
-        "every pass writes the graph before and after it, and their difference, there",
+        "every pass writes the graph before and after it, and their difference, there, lowering the ops of regions",
         unset="nothing is written",
     )
     cache_size: int = _setting("CACHE_SIZE", 16, _whole_number(1), "how many specialisations of one step are kept")
@@ -93,6 +93,9 @@ class Settings:
     )
     agreement_timeout_s: int = _setting(
         "AGREEMENT_TIMEOUT", 300, _whole_number(1), "how many seconds a rank waits for the others to compile the step"
+    )
+    keep_heap: bool = _setting(
+        "KEEP_HEAP", True, _SWITCH, "memory freed on the CPU stays with a process that runs a lowered step", unset="1"
     )
     progress: bool | None = _setting(
         "PROGRESS",

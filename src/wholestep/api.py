@@ -66,6 +66,7 @@ def compile(
     bucket_mb: float = ...,
     cross_iteration: str | Sequence[str] = ...,
     lower: str = ...,
+    cuda_graphs: bool = ...,
     dynamic_batch: bool | str = ...,
     verify: int | None = ...,
     max_iters: int | None = ...,
@@ -83,6 +84,7 @@ def compile(
     bucket_mb: float = ...,
     cross_iteration: str | Sequence[str] = ...,
     lower: str = ...,
+    cuda_graphs: bool = ...,
     dynamic_batch: bool | str = ...,
     verify: int | None = ...,
     max_iters: int | None = ...,
@@ -99,6 +101,7 @@ def compile(
     bucket_mb: float = 25,
     cross_iteration: str | Sequence[str] = "auto",
     lower: str = "none",
+    cuda_graphs: bool = False,
     dynamic_batch: bool | str = "auto",
     verify: int | None = None,
     max_iters: int | None = None,
@@ -131,7 +134,9 @@ def compile(
             moves what shortens the step, `"all"` whatever can move, `"none"` nothing, a list the updates of the
             parameters and modules it names. Whoever looks at the model or the optimizer sees applied updates.
         lower: `"inductor"` compiles runs of ops with Inductor, equal to eager within the rounding of the dtype;
-            `"none"` runs eager's own kernels.
+            `"none"` runs eager's own kernels, `"auto"` is `"inductor"` where there is a compiler for it.
+        cuda_graphs: record the step on its third call and launch it as one from then on. Gradients then live in memory
+            that the next step writes to. A step that cannot be recorded runs as usual, and a warning says why.
         dynamic_batch: `"auto"` captures the first batch size as it is and switches to a symbolic one when another size
             comes along; `True` is symbolic from the start; `False` captures every size apart.
         verify: check the first N steps against eager; raises `VerificationError` naming what differs.
@@ -172,6 +177,7 @@ def _step_options(
         recompile_warning=settings.recompile_warning,
         dump_dir=Path(settings.dump_dir) if settings.dump_dir else None,
         agreement_timeout_s=settings.agreement_timeout_s,
+        keep_heap=settings.keep_heap,
     )
 
 
@@ -260,6 +266,7 @@ def _check(
     bucket_mb: object,
     cross_iteration: object,
     lower: object,
+    cuda_graphs: object,
     dynamic_batch: object,
     verify: object,
     max_iters: object,
@@ -274,8 +281,10 @@ def _check(
         raise WholestepError(
             f"cross_iteration is 'auto', 'all', 'none' or a list of parameter and module names, not {cross_iteration!r}"
         )
-    if lower not in ("inductor", "none"):
-        raise WholestepError(f"lower is 'inductor' or 'none', not {lower!r}")
+    if lower not in ("inductor", "none", "auto"):
+        raise WholestepError(f"lower is 'inductor', 'none' or 'auto', not {lower!r}")
+    if not isinstance(cuda_graphs, bool):
+        raise WholestepError(f"cuda_graphs is True or False, not {cuda_graphs!r}")
     if not (isinstance(dynamic_batch, bool) or dynamic_batch == "auto"):
         raise WholestepError(f"dynamic_batch is True, False or 'auto', not {dynamic_batch!r}")
     if verify is not None and not _is_count(verify):

@@ -39,6 +39,7 @@ def test_nothing_set_gives_the_defaults() -> None:
         ("WHOLESTEP_DISABLE", "Off", "disable", False),
         ("WHOLESTEP_VERIFY", "2", "verify", 2),
         ("WHOLESTEP_AGREEMENT_TIMEOUT", "60", "agreement_timeout_s", 60),
+        ("WHOLESTEP_KEEP_HEAP", "0", "keep_heap", False),
         ("WHOLESTEP_PROGRESS", "no", "progress", False),
         ("WHOLESTEP_PROGRESS", "yes", "progress", True),
     ],

@@ -32,9 +32,14 @@ def print_graph(graph: StepGraph) -> str:
             if node.meta["phase"] is not phase:
                 phase = node.meta["phase"]
                 lines.append(f"    # {phase}")
-            notes = [describe(node.meta["val"]), node.meta.get("fqn", ""), node.meta.get("source", "")]
-            lines.append(_with_comment(f"    {node.name} = {_format_call(node)}", notes))
+            lines.append(format_line(node))
     return "\n".join(lines) + "\n"
+
+
+def format_line(node: fx.Node) -> str:
+    """A call as a line of a function, with type, module path and source line of its result."""
+    notes = [describe(node.meta["val"]), node.meta.get("fqn", ""), node.meta.get("source", "")]
+    return _with_comment(f"    {node.name} = {_format_call(node)}", notes)
 
 
 def _shortened(text: str) -> str:

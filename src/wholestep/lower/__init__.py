@@ -2,18 +2,23 @@
 
 from wholestep.lower.decompose import Decompose
 from wholestep.lower.layouts import prepare_regions
-from wholestep.lower.lower import Lower, regions_of
+from wholestep.lower.lower import Lower, dump_regions, regions_of
+from wholestep.lower.masks import Masks
 from wholestep.lower.module import lower_module
 from wholestep.lower.region import Region
 from wholestep.lower.regions import Break, Division, divide
+from wholestep.lower.write import WriteRegions
 
 __all__ = [
     "Break",
     "Decompose",
     "Division",
     "Lower",
+    "Masks",
     "Region",
+    "WriteRegions",
     "divide",
+    "dump_regions",
     "lower_module",
     "prepare_regions",
     "regions_of",

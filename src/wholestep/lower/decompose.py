@@ -41,7 +41,7 @@ class Decompose(Pass):
         known: dict[str, fx.Graph | None] = {}
         replacements: dict[fx.Node, fx.Node] = {}
         for node in graph.nodes:
-            if not ops.is_op(node) or why_not(node) or _torch.packet_name(node.target).startswith("empty"):
+            if not _has_tensors(node) or why_not(node) or _torch.packet_name(node.target).startswith("empty"):
                 continue
             if not _inductor_torch.has_decomposition(node.target):
                 continue
@@ -55,6 +55,11 @@ class Decompose(Pass):
                 replacements |= _inlined(graph, node, found)
         graph.replace(replacements)
         return graph
+
+
+def _has_tensors(node: fx.Node) -> bool:
+    """Whether a node is an op that makes tensors; sizes are what they are."""
+    return ops.is_op(node) and isinstance(node.meta["val"], (torch.Tensor, list, tuple))
 
 
 def _decomposition(graph: StepGraph, node: fx.Node) -> fx.Graph | None:
@@ -75,14 +80,7 @@ def _decomposition(graph: StepGraph, node: fx.Node) -> fx.Graph | None:
 
 def _inlined(graph: StepGraph, node: fx.Node, found: fx.Graph) -> dict[fx.Node, fx.Node]:
     """Copy a decomposition in front of a node; returns who takes the place of the node, or of its items."""
-    env: dict[fx.Node, Any] = dict(zip(found.find_nodes(op="placeholder"), node.all_input_nodes))
-    made: list[fx.Node] = []
-    for item in found.nodes:
-        if item.op == "call_function":
-            args, kwargs = map_nodes((item.args, item.kwargs), env.__getitem__)
-            env[item] = graph.insert(item.target, args, kwargs, like=node, before=node)
-            made.append(env[item])
-    returned = map_nodes(found.output_node().args[0], env.__getitem__)
+    returned, made = insert_graph(graph, found, node.all_input_nodes, before=node)
     if isinstance(returned, fx.Node):
         replacements = {node: _own(graph, node, returned)}
     else:
@@ -93,9 +91,28 @@ def _inlined(graph: StepGraph, node: fx.Node, found: fx.Graph) -> dict[fx.Node, 
         made[-1].meta["origins"] = (*made[-1].meta.get("origins", ()), *node.meta["origins"])
     _keep_marks(node, made, set(replacements.values()))
     for old, new in replacements.items():
-        if kind_of(new.meta["val"]) != kind_of(old.meta["val"]):
-            new.meta["val"] = old.meta["val"]  # the layout that views behind it were traced for
+        keep_layout(old, new)
     return replacements
+
+
+def insert_graph(
+    graph: StepGraph, found: fx.Graph, inputs: Sequence[fx.Node], *, before: fx.Node
+) -> tuple[Any, list[fx.Node]]:
+    """Copy a small graph in front of a node, with its provenance; returns what it returns, and all new nodes."""
+    env: dict[fx.Node, fx.Node] = dict(zip(found.find_nodes(op="placeholder"), inputs, strict=True))
+    made: list[fx.Node] = []
+    for item in found.nodes:
+        if item.op == "call_function":
+            args, kwargs = map_nodes((item.args, item.kwargs), env.__getitem__)
+            env[item] = graph.insert(item.target, args, kwargs, like=before, before=before)
+            made.append(env[item])
+    return map_nodes(found.output_node().args[0], env.__getitem__), made
+
+
+def keep_layout(old: fx.Node, new: fx.Node) -> None:
+    """Give a node that takes the place of another the layout that views behind it were traced for."""
+    if kind_of(new.meta["val"]) != kind_of(old.meta["val"]):
+        new.meta["val"] = old.meta["val"]
 
 
 def _own(graph: StepGraph, node: fx.Node, value: fx.Node) -> fx.Node:

@@ -7,12 +7,14 @@ import operator
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import ClassVar
 
 import torch
 from torch import fx
 
 from wholestep.graph import Phase, StepGraph, ops
+from wholestep.lower.numbers import lower_numbers
 from wholestep.lower.outline import outline
 from wholestep.lower.region import Region
 from wholestep.lower.regions import NodePredicate, RegionPredicate, divide, merged
@@ -40,6 +42,8 @@ class Lower(Pass):
 
     def apply(self, graph: StepGraph) -> StepGraph:
         _draw_first(graph)
+        lower_numbers(graph, min_ops=self.min_ops)
+        graph.eliminate_dead_code()
         lower_graph(graph, min_ops=self.min_ops)
         return graph
 
@@ -63,6 +67,15 @@ def lower_graph(
 def regions_of(graph: StepGraph) -> list[Region]:
     """The regions of a lowered graph, in order."""
     return [node.target for node in graph.calls() if isinstance(node.target, Region)]
+
+
+def dump_regions(graph: StepGraph, folder: Path) -> None:
+    """Write the ops of each region, as Python, to a file that is called like it."""
+    for region in regions_of(graph):
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / f"{region.name}.py").write_text(
+            f"import torch\nfrom torch import device, inf, nan\n\n\n{region.code}\n"
+        )
 
 
 def region_name(nodes: Sequence[fx.Node]) -> str:

@@ -12,6 +12,9 @@ import torch
 from torch import fx
 
 from wholestep import _torch
+from wholestep.graph import nodes_in
+from wholestep.graph.printer import format_line
+from wholestep.lower.tanh import replace_tanh
 
 logger = logging.getLogger(__name__)
 
@@ -34,17 +37,20 @@ class Region:
     """A functional graph with tensors and sizes for inputs and tensors for outputs; the target of a node.
 
     It takes its inputs as a list and empties it, so that they may go as soon as they are used. `prepare` compiles it,
-    in `fake_mode`'s symbols: what Inductor assumes about sizes is noted there.
+    in `fake_mode`'s symbols: what Inductor assumes about sizes is noted there. `written` has the numbers of the inputs
+    that it ends with writing to.
     """
 
     # Who calls it gives away its arguments: generated code keeps no name for those nobody reads any more.
     empties_arguments = True
-    is_pure_call = True
 
-    def __init__(self, name: str, module: fx.GraphModule, fake_mode: Any) -> None:
+    def __init__(
+        self, name: str, module: fx.GraphModule, fake_mode: Any, written: frozenset[int] = frozenset()
+    ) -> None:
         self.name = name
         self.module = module
         self.fake_mode = fake_mode
+        self.written = written
         self.failure = ""
         self._run: Callable[[list[Any]], Sequence[Any]] | None = None
         self._strides: Sequence[tuple[int, ...] | None] | None = None
@@ -60,7 +66,10 @@ class Region:
     @property
     def code(self) -> str:
         """The region as Python, for readers."""
-        return self.module.graph.python_code("self").src.strip()
+        inputs = [node.name for node in self.module.graph.find_nodes(op="placeholder")]
+        returned: Any = self.module.graph.output_node().args[0]
+        lines = [f"def {self.name}({', '.join(inputs)}):", *(format_line(node) for node in self.calls)]
+        return "\n".join([*lines, f"    return [{', '.join(node.name for node in returned)}]"])
 
     @property
     def calls(self) -> list[fx.Node]:
@@ -69,6 +78,10 @@ class Region:
     @property
     def num_ops(self) -> int:
         return len(self.calls)
+
+    @property
+    def is_pure_call(self) -> bool:
+        return not self.written
 
     @property
     def is_compiled(self) -> bool:
@@ -109,7 +122,9 @@ class Region:
         from wholestep import _inductor_torch  # takes seconds
 
         try:
-            run, strides = _inductor_torch.compile_functional(_copied(self.module), self.fake_mode, free_outputs)
+            module = copied(self.module)
+            replace_tanh(module.graph)
+            run, strides = _inductor_torch.compile_functional(module, self.fake_mode, free_outputs)
             return _Outcome(run, strides=strides, mode=mode)
         except Exception as error:  # whatever it is: the step can run without
             text = str(error).strip()
@@ -120,7 +135,8 @@ class Region:
     def _op_by_op(self, inputs: list[Any]) -> Sequence[Any]:
         # A region before this one may have chosen another layout, in which views of this one do not work.
         for index, traced in enumerate(self._traced):
-            inputs[index] = _as_traced(inputs[index], traced)
+            if index not in self.written:
+                inputs[index] = _as_traced(inputs[index], traced)
         return fx.Interpreter(self.module).boxed_run(inputs)
 
 
@@ -139,8 +155,8 @@ def _has_symbols(graph: fx.Graph) -> bool:
     return any(isinstance(item, torch.SymInt) for item in (*values, *sizes))
 
 
-def _copied(module: fx.GraphModule) -> fx.GraphModule:
-    """Inductor rewrites what it is given."""
+def copied(module: fx.GraphModule) -> fx.GraphModule:
+    """A module for somebody who rewrites what he is given."""
     graph = fx.Graph()
     graph.output(graph.graph_copy(module.graph, {}))
     return _torch.graph_module(module, graph)
@@ -159,9 +175,14 @@ def signature(graph: fx.Graph) -> str:
 
 def signature_of(node: fx.Node) -> str:
     """The same for a single call."""
-    number = {source: f"%{index}" for index, source in enumerate(node.all_input_nodes)}
+    return signature_of_call(node.target, node.args, node.kwargs)
+
+
+def signature_of_call(target: Any, args: Any, kwargs: Any) -> str:
+    """The same for a call that is no node."""
+    number = {source: f"%{index}" for index, source in enumerate(dict.fromkeys(nodes_in((args, kwargs))))}
     kinds = [kind_of(source.meta.get("val")) for source in number]
-    return f"{node.target} {_text((node.args, node.kwargs), number)} {kinds}"
+    return f"{target} {_text((args, kwargs), number)} {kinds}"
 
 
 def _text(value: Any, name: Mapping[fx.Node, str]) -> str:

@@ -63,7 +63,7 @@ def divide(
     open_breaks: list[Break] = []
     for reason, nodes in _runs(graph, node_predicate):
         if not reason:
-            num_ops = sum(_does_something(node) for node in nodes)
+            num_ops = sum(does_something(node) for node in nodes)
             if num_ops < min_ops:
                 reason = f"fewer than {min_ops} ops in a row" if num_ops else ""
             elif region_predicate is not None and not region_predicate(nodes):
@@ -140,6 +140,7 @@ def _has_float_symbol(node: fx.Node) -> bool:
     return any(isinstance(value, (torch.SymFloat, torch.SymBool)) for value in values)
 
 
-def _does_something(node: fx.Node) -> bool:
+def does_something(node: fx.Node) -> bool:
+    """Whether a call computes, as opposed to looking at memory in another way."""
     target: Any = node.target
     return ops.is_op(node) and not ops.shares_memory(target) and not _torch.packet_name(target).startswith("empty")

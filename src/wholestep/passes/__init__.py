@@ -3,7 +3,9 @@
 from wholestep.passes import cse, dce, reinplace, simplify
 from wholestep.passes.base import Pass, register, registered
 from wholestep.passes.chunk_loss import ChunkLoss, mark_logits
+from wholestep.passes.loss_gradient import LossGradient
 from wholestep.passes.manager import run_passes
+from wholestep.passes.pad_logits import PadLogits
 from wholestep.passes.pipeline import Pipeline
 
 DEFAULT_PIPELINE = Pipeline((simplify.Simplify(), cse.CommonSubexpressions(), dce.DeadCode(), reinplace.Reinplace()))
@@ -11,6 +13,8 @@ DEFAULT_PIPELINE = Pipeline((simplify.Simplify(), cse.CommonSubexpressions(), dc
 __all__ = [
     "DEFAULT_PIPELINE",
     "ChunkLoss",
+    "LossGradient",
+    "PadLogits",
     "Pass",
     "Pipeline",
     "mark_logits",

@@ -249,7 +249,9 @@ class _Finder:
     def _path(self) -> list[fx.Node]:
         """From the log-probabilities up to the linear layer."""
         path = [self._log_probabilities]
-        if path[0].target is not aten._log_softmax.default or path[0].args[1] not in (1, -1):
+        while path[-1].target is aten._to_copy.default:  # autocast takes the loss in float32
+            path += path[-1].all_input_nodes
+        if path[-1].target is not aten._log_softmax.default or path[-1].args[1] not in (1, -1):
             raise _NoHead(f"{_place(self.loss)} is not taken of a log_softmax over the last dimension")
         while path[-1].target not in _LINEAR:
             node = path[-1]

@@ -1,4 +1,4 @@
-"""What a report says about lowering: the regions, whether they were compiled, and what is in none of them and why."""
+"""What a report says about lowering (regions, whether they were compiled, what is in none and why) and CUDA graphs."""
 
 from __future__ import annotations
 
@@ -22,3 +22,12 @@ def lowering_sections(graph: StepGraph) -> tuple[Section, ...]:
     breaks = (Prose(f"Outside: {remark}.") for remark in graph.remarks["lower"])
     listings = (Code(f"{region.name}: {region.num_ops} ops", region.code) for region, _ in found)
     return (Section("Lowering", (Prose(text), *((table,) if found else ()), *breaks, *listings)),)
+
+
+def cuda_graph_sections(graph: StepGraph) -> tuple[Section, ...]:
+    """Whether a step that was to run as a CUDA graph does, and what keeps it from doing so."""
+    reasons = graph.remarks.get("cuda_graphs")
+    if reasons is None:
+        return ()
+    text = f"Not in use: {reasons[0]}." if reasons else "The step is recorded on its third call, then launched as one."
+    return (Section("CUDA graphs", (Prose(text),)),)

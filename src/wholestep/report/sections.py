@@ -9,7 +9,7 @@ from wholestep.cost import dominant_logits
 from wholestep.graph import StepGraph
 from wholestep.report.charts import memory_chart
 from wholestep.report.document import Bar, Card, Cell, Code, Figure, Prose, Report, Section, Table
-from wholestep.report.lowering import lowering_sections
+from wholestep.report.lowering import cuda_graph_sections, lowering_sections
 from wholestep.report.memory_plan import memory_sections
 from wholestep.report.parallel import loop_sections, plan_sections
 from wholestep.report.summary import (
@@ -39,6 +39,7 @@ def step_report(step: StepRunner, *, pictures: bool = True) -> Report:
             *plan_sections(step),
             *memory_sections(step, pictures=pictures),
             *lowering_sections(graph),
+            *cuda_graph_sections(graph),
             _phase_section(summary),
             _memory_section(summary),
             _module_section(summary),

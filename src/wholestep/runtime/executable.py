@@ -14,6 +14,7 @@ from wholestep.graph import StepGraph
 from wholestep.iteration.moves import SHARED
 from wholestep.lower import prepare_regions
 from wholestep.runtime.codegen import Step, generate, run_checked
+from wholestep.runtime.cuda_graph import RecordedStep, copied_inputs, take_rates_from_device, written_inputs
 
 
 class Executable:
@@ -21,7 +22,8 @@ class Executable:
 
     `run` reads the slots, executes the graph and puts everything it computed where eager would have: updates in their
     tensors, gradients on their parameters, new state in the optimizer. `on_applied` is told the number of each block of
-    the call before as soon as its last op has run.
+    the call before as soon as its last op has run. With `is_recorded` the graph runs as a CUDA graph; it must be one
+    that can (`why_not_recorded`).
     """
 
     def __init__(
@@ -30,6 +32,8 @@ class Executable:
         bindings: Mapping[str, Binding],
         label: str = "step",
         on_applied: Callable[[int], None] | None = None,
+        *,
+        is_recorded: bool = False,
     ) -> None:
         self.graph = graph
         self._label = f"wholestep::{label}"
@@ -38,12 +42,16 @@ class Executable:
         self._results = [bindings[slot_id] for slot_id in graph.results]
         self._step: Step | None = None
         prepare_regions(graph)
+        self._is_recorded = is_recorded
+        self._numbers = take_rates_from_device(graph) if is_recorded else {}
         # Updates that are not made in place are written behind the run, all at once.
         self._after = {} if on_applied is None or graph.updates else _last_ops(graph, on_applied)
 
     def run(self, leaves: list[Any]) -> tuple[Any, ...]:
         """Execute once and return the graph's outputs."""
         inputs = [binding.read(leaves) for binding in self._inputs]
+        for index, number in self._numbers.items():
+            inputs[index] = number.holding(inputs[index])
         with torch.no_grad(), _without_autocast(), self._named_range():
             outputs, updates, results = self._execute(inputs)
             for binding, value in zip(self._updates, updates, strict=True):
@@ -58,6 +66,8 @@ class Executable:
             return self._step(inputs)
         returned, corrections = run_checked(self.graph, inputs, self._after)
         self._step = generate(self.graph, corrections, self._after)
+        if self._is_recorded:
+            self._step = RecordedStep(self._step, copied_inputs(self.graph), written_inputs(self.graph))
         return returned
 
     def _named_range(self) -> contextlib.AbstractContextManager[Any]:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass
 from functools import cached_property
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -15,10 +17,13 @@ from wholestep.capture.binding import Binding, Carried
 from wholestep.graph import Slot, SlotKind, StepGraph
 from wholestep.iteration import Kind, carried_nodes, derive, moved_nodes
 from wholestep.iteration.moves import SHARED, found_again
-from wholestep.lower import Lower
+from wholestep.lower import Lower, dump_regions
 from wholestep.passes import Pipeline, run_passes
+from wholestep.runtime.cuda_graph import why_not_recorded
 from wholestep.runtime.executable import Executable
 from wholestep.runtime.pending import Pending
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -34,10 +39,23 @@ class IterationGraphs:
 class Rotation:
     """Runs a step whose graph notes which nodes belong to the next iteration.
 
-    `graph` is functional; `finish` are the passes that make it run in place, run on each derived graph.
+    `graph` is functional; `finish` are the passes that make it run in place, run on each derived graph. With
+    `cuda_graphs` those that can run as CUDA graphs do. What is in their regions is written to `dump_dir`.
     """
 
-    def __init__(self, graph: StepGraph, finish: Pipeline, capture: Capture, name: str) -> None:
+    def __init__(
+        self,
+        graph: StepGraph,
+        finish: Pipeline,
+        capture: Capture,
+        name: str,
+        *,
+        cuda_graphs: bool = False,
+        dump_dir: Path | None = None,
+    ) -> None:
+        self._name = name
+        self._dump_dir = dump_dir
+        self._cuda_graphs = cuda_graphs
         self._source = graph
         self._finish = finish
         self._blocks = frozenset(node.meta["next_iteration"] for node in moved_nodes(graph)) - {SHARED}
@@ -118,7 +136,20 @@ class Rotation:
 
     def _executable(self, graph: StepGraph, label: str) -> Executable:
         finished = run_passes(graph, self._finish)
-        return Executable(finished, self._bindings, label, self.pending.applied)
+        if self._dump_dir is not None:
+            dump_regions(finished, self._dump_dir / "regions" / label if self._blocks else self._dump_dir / "regions")
+        return Executable(
+            finished, self._bindings, label, self.pending.applied, is_recorded=self._can_be_recorded(finished)
+        )
+
+    def _can_be_recorded(self, graph: StepGraph) -> bool:
+        if not self._cuda_graphs:
+            return False
+        obstacle = why_not_recorded(graph)
+        graph.remarks["cuda_graphs"] = (obstacle,) if obstacle else ()
+        if obstacle:
+            logger.warning("%s runs without CUDA graphs: %s", self._name, obstacle)
+        return not obstacle
 
     def _targets(self) -> list[torch.Tensor]:
         """Tensors that must not be seen while updates are pending."""

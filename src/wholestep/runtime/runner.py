@@ -21,12 +21,22 @@ from wholestep.cost import dominant_logits, profile_memory
 from wholestep.errors import CaptureError, GuardError
 from wholestep.graph import StepGraph
 from wholestep.iteration import Rotate
-from wholestep.lower import Decompose, Lower
-from wholestep.passes import DEFAULT_PIPELINE, ChunkLoss, Pass, Pipeline, mark_logits, run_passes
+from wholestep.lower import Decompose, Lower, Masks, WriteRegions
+from wholestep.passes import (
+    DEFAULT_PIPELINE,
+    ChunkLoss,
+    LossGradient,
+    PadLogits,
+    Pass,
+    Pipeline,
+    mark_logits,
+    run_passes,
+)
 from wholestep.remat import MemoryStudy, RematPlan, StepBudget, Survey, fit_lowered_step, fit_step, readable
 from wholestep.runtime import differential
 from wholestep.runtime.data_parallel import DataParallel, Replicas
 from wholestep.runtime.guards import Call, tensor_type
+from wholestep.runtime.heap import keep_freed_memory
 from wholestep.runtime.pending import flush_all
 from wholestep.runtime.rotation import IterationGraphs, Rotation
 from wholestep.runtime.specialization import Specialization
@@ -42,6 +52,7 @@ class StepOptions:
     memory_budget: StepBudget | None = None
     chunk_loss: int | str | None = None
     lower: str = "none"
+    cuda_graphs: bool = False
     data_parallel: DataParallel | None = None
     bucket_mb: float = 25.0
     cross_iteration: str | tuple[str, ...] = "auto"
@@ -52,6 +63,7 @@ class StepOptions:
     recompile_warning: int = 8
     dump_dir: Path | None = None
     agreement_timeout_s: float = 300.0
+    keep_heap: bool = True
 
 
 @contextlib.contextmanager
@@ -81,6 +93,11 @@ def _local_moves(cross_iteration: str | tuple[str, ...]) -> list[Pass]:
     return [SplitOptimizer(apart=names), Rotate(names=names)] if names else [Rotate()]
 
 
+def _is_on_cuda(graph: StepGraph) -> bool:
+    values = [node.meta["val"] for node in graph.placeholders().values()]
+    return any(isinstance(value, torch.Tensor) and value.device.type == "cuda" for value in values)
+
+
 class StepRunner:
     """A train step that captures itself on the first call and runs its graph from then on.
 
@@ -100,6 +117,7 @@ class StepRunner:
         self._static_only = False
         self._replicas: Replicas | None = None
         self._num_attempts = 0
+        self._is_lowered = False
         self._takes_last = discover.has_argument(function, "last")
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -219,10 +237,17 @@ class StepRunner:
             nonlocal memory, survey
             captured = self._capture(call, zero_gradients)
             graph = run_passes(captured.graph, rewrite, dump_dir=self.options.dump_dir)
+            self._is_lowered = self._lowers(graph)
+            if self._is_lowered and _is_on_cuda(graph):
+                graph = run_passes(graph, [PadLogits()], dump_dir=self.options.dump_dir)
+            elif self._is_lowered and self.options.keep_heap:
+                keep_freed_memory()
             is_planned = self.options.memory_budget is not None or captured.num_checkpoint_regions > 0
             chunking = self._chunking(graph, finish_copy, is_planned=is_planned)
             graph = run_passes(
-                graph, [*chunking, *([Decompose()] if self._is_lowered else [])], dump_dir=self.options.dump_dir
+                graph,
+                [*chunking, *([LossGradient(), Masks(), Decompose()] if self._is_lowered else [])],
+                dump_dir=self.options.dump_dir,
             )
             if self._is_lowered:
                 remat, memory = fit_lowered_step(graph, self.options.memory_budget)
@@ -244,17 +269,31 @@ class StepRunner:
                 passes = replicas.passes(plan)
                 finish = Pipeline((*finish.passes, FillBuckets())) if finish.passes else finish
             graph = run_passes(graph, passes, dump_dir=self.options.dump_dir)
-            finish = Pipeline((Lower(), *finish.passes)) if self._is_lowered else finish
-            rotation = Rotation(graph, finish, captured, self._name)
+            finish = Pipeline((Lower(), *finish.passes, WriteRegions())) if self._is_lowered else finish
+            rotation = Rotation(
+                graph,
+                finish,
+                captured,
+                self._name,
+                cuda_graphs=self.options.cuda_graphs,
+                dump_dir=self.options.dump_dir,
+            )
             fresh = Specialization(captured, rotation, call, plan, self._finished(memory, rotation), survey)
         self._num_captures += 1
         self._remember(fresh)
         self._log(fresh, reason, time.perf_counter() - started)
         return fresh
 
-    @property
-    def _is_lowered(self) -> bool:
-        return self.options.lower == "inductor"
+    def _lowers(self, graph: StepGraph) -> bool:
+        """Whether a graph is lowered; with `"auto"` it is where there is a compiler for it."""
+        if self.options.lower != "auto":
+            return self.options.lower == "inductor"
+        from wholestep import _inductor_torch  # takes seconds
+
+        reason = _inductor_torch.why_no_compiler(is_cuda=_is_on_cuda(graph))
+        if reason:
+            logger.info("%s is not lowered: %s", self._name, reason)
+        return not reason
 
     def _chunking(self, graph: StepGraph, finish: Callable[[StepGraph], StepGraph], *, is_planned: bool) -> list[Pass]:
         """What `chunk_loss` asks for; a loss that cannot be had in chunks is warned about.

@@ -200,8 +200,27 @@ def test_what_the_compiler_assumes_about_sizes_is_guarded(
 
 @pytest.mark.parametrize("lower", ["triton", "", None, True])
 def test_an_unknown_way_of_lowering_is_refused(lower: Any) -> None:
-    with pytest.raises(WholestepError, match="lower is 'inductor' or 'none', not"):
+    with pytest.raises(WholestepError, match="lower is 'inductor', 'none' or 'auto', not"):
         wholestep.compile(lambda: None, lower=lower)
+
+
+@pytest.mark.parametrize("reason", ["", "there is no C++ compiler here"])
+@pytest.mark.usefixtures("_without_inductor")
+def test_auto_lowers_where_there_is_a_compiler(
+    reason: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(_inductor_torch, "why_no_compiler", lambda *, is_cuda: reason)
+    with caplog.at_level("INFO", "wholestep"):
+        step = assert_parity(tied(), "sgd", steps=2, compile_options={"lower": "auto"}, **DOUBLE)
+    assert bool(regions_of(step.graph)) == (not reason)
+    assert (f"is not lowered: {reason}" in caplog.text) == bool(reason)
+
+
+def test_a_machine_without_a_compiler_is_told_apart() -> None:
+    with _inductor_torch.config.patch({"cpp.cxx": ("no-such-compiler",)}):
+        _inductor_torch.cpp_builder.cpp_compiler_search.cache_clear()
+        assert _inductor_torch.why_no_compiler(is_cuda=False) == "there is no C++ compiler here"
+    _inductor_torch.cpp_builder.cpp_compiler_search.cache_clear()
 
 
 def test_op_by_op_takes_inputs_in_any_layout() -> None:
@@ -285,9 +304,6 @@ def test_what_inductor_returns_has_memory_of_its_own(monkeypatch: pytest.MonkeyP
     ids=["plain", "budget", "rotated", "dynamic"],
 )
 @pytest.mark.parametrize("name", zoo.CASES)
-def test_the_zoo_through_inductor(name: str, options: dict[str, Any], request: pytest.FixtureRequest) -> None:
-    if name == "checkpointed_reentrant" and "dynamic_batch" in options:
-        reason = "a region whose inputs do not tell the batch size is not compiled (it runs op by op)"
-        request.applymarker(pytest.mark.xfail(strict=True, reason=reason))
+def test_the_zoo_through_inductor(name: str, options: dict[str, Any]) -> None:
     # Adam makes much of the rounding in small gradients.
     trained(zoo.get(name), "sgd" if name in LOOSE else "adamw_fused", **options)

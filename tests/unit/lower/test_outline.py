@@ -112,6 +112,26 @@ def test_views_sizes_and_tuples_stay_behind(dynamic_batch: bool) -> None:
             assert isinstance(node.meta["val"], Tensor)
 
 
+@pytest.mark.parametrize("name", ["checkpointed_reentrant", "custom_function"])
+def test_sizes_are_inputs_of_a_region(name: str) -> None:
+    """Inductor's cache asks for each symbol, and knows those only that are inputs by themselves."""
+    step = lowered(zoo.get(name), "sgd", dynamic_batch=True)
+    assert step.num_captures == 1
+    used = [symbols_of(region.module.graph.nodes) for region in regions_of(step.graph)]
+    assert any(used)
+    for region, symbols in zip(regions_of(step.graph), used):
+        inputs = [node.meta["val"] for node in region.module.graph.find_nodes(op="placeholder")]
+        assert symbols <= {value.node.expr for value in inputs if isinstance(value, torch.SymInt)}
+
+
+def symbols_of(nodes: Any) -> set[Any]:
+    values = [node.meta.get("val") for node in nodes]
+    sizes = [size for value in values if isinstance(value, Tensor) for size in (*value.shape, *value.stride())]
+    return {
+        symbol for size in (*values, *sizes) if isinstance(size, torch.SymInt) for symbol in size.node.expr.free_symbols
+    }
+
+
 def exports(region: Region) -> list[fx.Node]:
     [returned] = region.module.graph.output_node().args
     assert isinstance(returned, Sequence)
