@@ -14,17 +14,13 @@ Times are medians over CUDA events, peaks those of the allocator over a step, wi
 from __future__ import annotations
 
 import argparse
-import fcntl
 import functools
 import json
 import statistics
-import subprocess
 import sys
-import tempfile
 import time
 import types
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -35,6 +31,7 @@ import torch._functorch.config as functorch_config
 from torch import nn
 
 import wholestep
+from benchmarks.gpu.turns import Gpu, pause, share_out
 from wholestep.zoo import gpt
 from wholestep.zoo.checkpointed import CheckpointedGPT
 
@@ -54,34 +51,6 @@ class Measured:
     loss: float
     compile_s: float
     predicted_gib: float | None
-
-
-class Gpu:
-    """The right to use the GPU alone, among processes that know the same file."""
-
-    def __init__(self, path: Path) -> None:
-        self._file = path.open("w")
-        self._depth = 0
-
-    @contextmanager
-    def alone(self) -> Iterator[None]:
-        if not self._depth:
-            fcntl.flock(self._file, fcntl.LOCK_EX)
-        self._depth += 1
-        try:
-            yield
-        finally:
-            self._depth -= 1
-            if not self._depth:
-                torch.cuda.synchronize()
-                fcntl.flock(self._file, fcntl.LOCK_UN)
-
-    def guard(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        def alone(*args: Any, **kwargs: Any) -> Any:
-            with self.alone():
-                return function(*args, **kwargs)
-
-        return alone
 
 
 @dataclass
@@ -167,15 +136,11 @@ class Contender:
 
 def work(arguments: argparse.Namespace) -> None:
     """Compile and time some contenders, as one of several processes; results go to the JSON file."""
-    from torch._inductor.runtime.benchmarking import benchmarker
-
     from wholestep.remat import inductor as backend
 
     torch._dynamo.config.recompile_limit = 64  # one function, a model each
     gpu = Gpu(arguments.lock)
-    for name in ("benchmark_gpu", "benchmark"):
-        if hasattr(benchmarker, name):
-            setattr(benchmarker, name, gpu.guard(getattr(benchmarker, name)))
+    gpu.guard_trials()
     predicted: dict[str, float] = {}
     current = ""
     plain = backend.partition_joint
@@ -207,28 +172,16 @@ def work(arguments: argparse.Namespace) -> None:
         for contender in contenders:
             with gpu.alone():
                 contender.measure(arguments.steps)
-            time.sleep(0.05)  # the lock is not fair: let the others have their turn
+            pause()
     results = [contender.result(predicted.get(contender.point)) for contender in contenders]
     arguments.json.write_text(json.dumps([asdict(result) for result in results]))
 
 
 def run(arguments: argparse.Namespace) -> list[Measured]:
     """Share the points out to processes and collect what they find."""
-    with tempfile.TemporaryDirectory() as folder:
-        workers: list[tuple[subprocess.Popen[bytes], Path]] = []
-        for number in range(arguments.processes):
-            points = arguments.points[number :: arguments.processes]
-            if not points:
-                continue
-            path = Path(folder) / f"{number}.json"
-            options = {key: getattr(arguments, key) for key in ("layers", "batch", "steps", "rounds", "dropout")}
-            command = [sys.executable, "-m", "benchmarks.gpu.remat", "--lock", f"{folder}/lock", "--json", str(path)]
-            command += [text for key, value in options.items() for text in (f"--{key}", str(value))]
-            workers.append((subprocess.Popen([*command, "--points", *points]), path))
-        failed = [worker.wait() for worker, _ in workers]
-        if any(failed):
-            raise SystemExit("a contender failed")
-        found = [Measured(**item) for _, path in workers for item in json.loads(path.read_text())]
+    options = {key: getattr(arguments, key) for key in ("layers", "batch", "steps", "rounds", "dropout")}
+    texts = share_out("benchmarks.gpu.remat", arguments.points, arguments.processes, options)
+    found = [Measured(**item) for text in texts for item in json.loads(text)]
     return sorted(found, key=lambda result: arguments.points.index(result.point))
 
 
