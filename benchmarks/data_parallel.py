@@ -33,6 +33,7 @@ from benchmarks.data_parallel_rank import (
     CONTENDERS,
     DDP,
     LOCAL,
+    LOWERED,
     MODELS,
     OURS,
     PEERS,
@@ -93,7 +94,12 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", nargs="+", choices=MODELS, help="default all")
     parser.add_argument("--rates", nargs="+", type=str, metavar="RATE", help="default: those that suit the model")
-    groups = {"peers": "the default", "compiled": "torch.compile(DDP), slow to start", "ours": "Wholestep"}
+    groups = {
+        "peers": "the default",
+        "compiled": "torch.compile(DDP), slow to start",
+        "ours": "Wholestep",
+        "lowered": "Wholestep with and without Inductor, and without communication",
+    }
     described = "; ".join(f"{name}: {text}" for name, text in groups.items())
     parser.add_argument("--only", nargs="+", metavar="NAME", help=f"contenders or groups of them ({described})")
     parser.add_argument("--repeats", type=int, default=5, help="quiet windows per contender (default 5)")
@@ -118,7 +124,7 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
 
 def _chosen(only: list[str] | None) -> list[str]:
     """Names of contenders; C, M and both at once are always among them, as every figure is held against these."""
-    groups = {"peers": list(PEERS), "compiled": list(COMPILED), "ours": list(OURS)}
+    groups = {"peers": list(PEERS), "compiled": list(COMPILED), "ours": list(OURS), "lowered": list(LOWERED)}
     names = [LOCAL, BARE, BOTH]
     for name in only or ["peers"]:
         if name not in groups and name not in CONTENDERS:

@@ -147,10 +147,15 @@ def ddp(world: World, bucket_mb: int, backend: str | None = None) -> Contender:
     return Contender(partial(train_step, forward, optimizer, world.batch))
 
 
-def ours(world: World, cross_iteration: str) -> Contender:
+def ours(world: World, cross_iteration: str, lower: str = "none") -> Contender:
     """Wholestep's own data parallelism."""
+    options = {"data_parallel": "replicate", "bucket_mb": 25, "cross_iteration": cross_iteration, "lower": lower}
+    return compiled_step(world, **options)
+
+
+def compiled_step(world: World, **options: Any) -> Contender:
+    """Wholestep without communication, if the options do not say otherwise."""
     model = world.model()
-    options: dict[str, Any] = {"data_parallel": "replicate", "bucket_mb": 25, "cross_iteration": cross_iteration}
     compiled: Any = wholestep.compile(train_step, **options)
     return Contender(partial(compiled, model, world.optimizer(model), world.batch), compiled.flush)
 
@@ -166,7 +171,14 @@ OURS: dict[str, Callable[[World], Contender]] = {
     "wholestep auto": partial(ours, cross_iteration="auto"),
     "wholestep all": partial(ours, cross_iteration="all"),
 }
-CONTENDERS = {**PEERS, **COMPILED, **OURS}
+# What lowering does to the overlap: exposed communication is the difference to the same step without any.
+LOWERED: dict[str, Callable[[World], Contender]] = {
+    "wholestep local": compiled_step,
+    "wholestep auto": partial(ours, cross_iteration="auto"),
+    "wholestep local, lowered": partial(compiled_step, lower="inductor"),
+    "wholestep auto, lowered": partial(ours, cross_iteration="auto", lower="inductor"),
+}
+CONTENDERS = {**PEERS, **COMPILED, **OURS, **LOWERED}
 
 
 @dataclass(frozen=True)

@@ -81,7 +81,7 @@ class Runner:
         config = gpt.GPTConfig(vocab_size=50257, context=CONTEXT, width=width, heads=heads, layers=layers, dropout=0.0)
         torch.manual_seed(0)
         self.model = gpt.GPT(config).cuda()
-        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-4, fused=True)
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-5, fused=True)
         self.batch = {name: value.cuda() for name, value in gpt.make_batch(config, self.batch_size, 0).items()}
         self.step = make_step(contender)
         self.times_ms: list[float] = []
