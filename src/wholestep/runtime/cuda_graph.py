@@ -156,31 +156,33 @@ def record_on_device(function: Callable[[], Any]) -> tuple[Callable[[], None], A
 
 @dataclass(frozen=True)
 class _Recording:
-    """A recorded step with the inputs it reads; `copied` have their values brought there, `fixed` are at addresses."""
+    """A recorded step with the inputs it reads; `copied` have their values brought there, `fixed` are at addresses.
+
+    `echoed` says of each output which input it is, None if it is none.
+    """
 
     inputs: list[Any]
     copied: tuple[int, ...]
     fixed: tuple[tuple[int, int], ...]
     replay: Callable[[], None]
     returned: tuple[tuple[Any, ...], tuple[Any, ...], tuple[Any, ...]]
+    echoed: tuple[int | None, ...]
 
     def moved(self, inputs: Sequence[Any]) -> list[int]:
         """Inputs that are not where they were."""
         return [index for index, address in self.fixed if inputs[index].data_ptr() != address]
 
     def run(self, inputs: Sequence[Any]) -> tuple[tuple[Any, ...], tuple[Any, ...], tuple[Any, ...]]:
+        """Launch it. What the caller may keep is an argument as it was passed, or a copy."""
         for index in self.copied:
             self.inputs[index].copy_(inputs[index])
         self.replay()
         outputs, updates, results = self.returned
-        return tuple(self._given_out(value, inputs) for value in outputs), updates, results
-
-    def _given_out(self, value: Any, inputs: Sequence[Any]) -> Any:
-        """What the caller may keep: an argument as it was passed, anything else as a copy."""
-        if not isinstance(value, torch.Tensor):
-            return value
-        found = [index for index, own in enumerate(self.inputs) if own is value]
-        return inputs[found[0]] if found else value.clone()
+        given = [
+            inputs[index] if index is not None else value.clone() if isinstance(value, torch.Tensor) else value
+            for index, value in zip(self.echoed, outputs, strict=True)
+        ]
+        return tuple(given), updates, results
 
 
 class RecordedStep:
@@ -194,31 +196,49 @@ class RecordedStep:
         self, step: Step, copied: frozenset[int], written: frozenset[int], record: Record = record_on_device
     ) -> None:
         self._step = step
-        self._copied = set(copied)
+        self._copied = copied
         self._written = written
         self._record = record
         self._recordings: dict[tuple[Any, ...], _Recording] = {}
         self._num_recorded = 0
-        self._is_warm = False
+        self._varying: tuple[int, ...] | None = None
 
     def __call__(self, inputs: list[Any]) -> tuple[tuple[Any, ...], tuple[Any, ...], tuple[Any, ...]]:
-        if not self._is_warm or self._num_recorded > _MAX_RECORDINGS:
-            self._is_warm = True
+        if self._varying is None or self._num_recorded > _MAX_RECORDINGS:
+            self._varying = self._find_varying(inputs)
             return self._step(inputs)
-        key = tuple(_kind(value) for value in inputs)
-        recording = self._recordings.get(key)
+        recording = self._recordings.get(self._key(inputs))
         moved = [] if recording is None else recording.moved(inputs)
-        if recording is None or moved:
-            self._copied |= set(moved) - self._written
-            self._recordings.pop(key, None)
-            del recording  # its memory goes before another one is made
-            self._num_recorded += 1
-            if self._num_recorded > _MAX_RECORDINGS:
-                logger.warning("a step has been recorded %d times and runs without CUDA graphs now", _MAX_RECORDINGS)
-                self._recordings.clear()
-                return self._step(inputs)
-            recording = self._recordings[key] = self._recorded(inputs)
-        return recording.run(inputs)
+        if recording is not None and not moved:
+            return recording.run(inputs)
+        del recording  # its memory goes before another one is made
+        return self._run_anew(inputs, frozenset(moved) - self._written)
+
+    def _find_varying(self, inputs: Sequence[Any]) -> tuple[int, ...]:
+        """Inputs that may differ from call to call in more than their values: the others stay where they are."""
+        return tuple(i for i, value in enumerate(inputs) if i in self._copied or not isinstance(value, torch.Tensor))
+
+    def _key(self, inputs: Sequence[Any]) -> tuple[Any, ...]:
+        assert self._varying is not None
+        return tuple(_kind(inputs[index]) for index in self._varying)
+
+    def _run_anew(
+        self, inputs: list[Any], restless: frozenset[int]
+    ) -> tuple[tuple[Any, ...], tuple[Any, ...], tuple[Any, ...]]:
+        """Record for these inputs, of which some count as others in each call from now on."""
+        if restless:
+            self._copied |= restless
+            self._varying = self._find_varying(inputs)
+            self._recordings.clear()
+        key = self._key(inputs)
+        self._recordings.pop(key, None)
+        self._num_recorded += 1
+        if self._num_recorded > _MAX_RECORDINGS:
+            logger.warning("a step has been recorded %d times and runs without CUDA graphs now", _MAX_RECORDINGS)
+            self._recordings.clear()
+            return self._step(inputs)
+        self._recordings[key] = self._recorded(inputs)
+        return self._recordings[key].run(inputs)
 
     def _recorded(self, inputs: Sequence[Any]) -> _Recording:
         tensors = [index for index, value in enumerate(inputs) if isinstance(value, torch.Tensor)]
@@ -226,7 +246,9 @@ class RecordedStep:
         own = [value.clone() if index in copied else value for index, value in enumerate(inputs)]
         replay, returned = self._record(lambda: self._step(list(own)))
         fixed = tuple((index, own[index].data_ptr()) for index in tensors if index not in copied)
-        return _Recording(own, copied, fixed, replay, returned)
+        places = {id(own[index]): index for index in reversed(tensors)}
+        echoed = tuple(places.get(id(value)) for value in returned[0])
+        return _Recording(own, copied, fixed, replay, returned, echoed)
 
 
 def _kind(value: Any) -> Any:
