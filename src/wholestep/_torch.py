@@ -20,6 +20,7 @@ import torch.distributed as dist
 import torch.fx.traceback as fx_traceback
 import torch.utils.checkpoint
 from torch import fx
+from torch._C import _dispatch_has_kernel as is_registered  # tells torch's operators from those of TorchScript only
 from torch._dispatch.python import enable_python_dispatcher
 from torch._dynamo.source import ConstantSource
 from torch._dynamo.utils import _disable_saved_tensors_hooks_during_tracing
@@ -62,6 +63,7 @@ __all__ = [
     "FunctionalTensorMode",
     "ShapeEnv",
     "TorchDispatchMode",
+    "is_registered",
     "tree_leaves",
     "tree_map_only",
 ]

@@ -6,20 +6,23 @@ import functools
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, overload
+from typing import Any, Literal, overload
 
-from torch import fx
+from torch import fx, nn
 
 from wholestep._logging import attach_handler
 from wholestep._settings import Settings
 from wholestep.errors import WholestepError
 from wholestep.lower import lower_module
 from wholestep.passes import DEFAULT_PIPELINE, Pipeline
+from wholestep.pipe import Schedule
+from wholestep.pipe.borders import Points, Policy
 from wholestep.remat import BanRules, InductorBackend, StepBudget, partition_joint
 from wholestep.report.explain import explain_step
 from wholestep.report.html import write_step_report
 from wholestep.report.memory_plan import write_memory_pictures
 from wholestep.runtime import DataParallel, StepOptions, StepRunner
+from wholestep.runtime.pipeline import Pipe, PipeOptions
 
 MemoryBudget = float | str | Mapping[str, float | str]
 
@@ -259,6 +262,76 @@ def lower(
     for item in breaks:
         logger.info("not lowered: %s", item)
     return lowered
+
+
+def pipeline(
+    model: nn.Module,
+    *,
+    num_micro_batches: int,
+    num_stages: int | None = None,
+    split: Points | Policy | None = None,
+    schedule: str | Schedule = "1f1b",
+    stages_per_rank: int | None = None,
+    loss_fn: Callable[[Any, Any], Any] | None = None,
+    loss: str | int | None = None,
+    shared: Literal["replicate", "transmit"] = "replicate",
+    memory_budget: MemoryBudget | None = None,
+    lower: str = "none",
+    returns_output: bool = False,
+    seed: int = 0,
+) -> Pipe:
+    """Cut a model into stages and train it in micro-batches over the ranks of the job, or in this process alone.
+
+        pipe = wholestep.pipeline(model, num_stages=4, num_micro_batches=8, loss_fn=loss_fn)
+        optimizer = torch.optim.AdamW(model.parameters())
+        for tokens, targets in batches:
+            optimizer.zero_grad()
+            result = pipe.step(tokens, target=targets)
+            optimizer.step()
+
+    Args:
+        num_micro_batches: how many parts a batch is cut into, along dimension 0 of its tensors.
+        num_stages: how many stages there are; without `split` they are balanced by cost.
+        split: where stages begin: names of modules, `{"blocks.2": wholestep.SplitPoint.END}`, or a function that gets
+            the modules with their costs and returns either. `wholestep.pipe_split()` in the forward marks a place, too.
+        schedule: by name (`wholestep.pipe.FAMILIES`), or a `Schedule` of your own.
+        stages_per_rank: how many stages each rank has; as many as the schedule is made for if not given.
+        loss_fn: `loss_fn(output, target)` is the loss of a micro-batch, a mean over its rows.
+        loss: without `loss_fn`, the key, attribute or position of the loss in the output; `"loss"` if not given.
+        shared: parameters that several stages use are on all of them, with their gradients summed (`"replicate"`), or
+            on the first, which sends them on (`"transmit"`).
+        memory_budget: as in `wholestep.compile`, for one micro-batch through the whole model.
+        lower: as in `wholestep.compile`, for each stage.
+        returns_output: whether results have the model's output besides the loss.
+        seed: where random numbers begin; they depend on it, the step and the micro-batch, not on stages or ranks.
+
+    More ranks than the schedule has are replicas that average their gradients: ranks 0 to 3 are the first pipeline of
+    four, 4 to 7 the second. Pass the same model on all ranks; parameters and buffers of rank 0 are broadcast.
+    """
+    if lower not in ("inductor", "none"):
+        raise WholestepError(f"lower is 'inductor' or 'none' for a pipeline, not {lower!r}")
+    if not _is_count(num_micro_batches) or not num_micro_batches:
+        raise WholestepError(f"num_micro_batches is a whole number, 1 or more, not {num_micro_batches!r}")
+    if shared not in ("replicate", "transmit"):
+        raise WholestepError(f"shared is 'replicate' or 'transmit', not {shared!r}")
+    return Pipe(
+        model,
+        PipeOptions(
+            num_micro_batches=num_micro_batches,
+            num_stages=num_stages,
+            points=None if callable(split) else split,
+            policy=split if callable(split) else None,
+            shared=shared,
+            schedule=schedule,
+            stages_per_rank=stages_per_rank,
+            loss_fn=loss_fn,
+            loss=loss,
+            returns_output=returns_output,
+            memory_budget=None if memory_budget is None else StepBudget.of(memory_budget),
+            lower=lower,
+            seed=seed,
+        ),
+    )
 
 
 def _check(

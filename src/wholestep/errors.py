@@ -50,6 +50,18 @@ class ScheduleError(WholestepError):
     """A pipeline schedule cannot be read, built or run; the message names the rank and the action."""
 
 
+class PipelineError(WholestepError):
+    """A pipeline cannot be made of this model and batch, or a rank of it failed; every rank raises and shows why."""
+
+
+class SplitError(WholestepError):
+    """A model cannot be cut into pipeline stages as asked; the message names the module, mark or tensor."""
+
+
+class StageFileError(WholestepError):
+    """A pipeline stage cannot be written to a file, or a file is no stage; nothing in it has been run."""
+
+
 class BudgetError(WholestepError):
     """A memory budget cannot be kept; `smallest_bytes` is the least that is known to be enough."""
 

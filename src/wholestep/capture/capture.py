@@ -32,6 +32,7 @@ from wholestep.capture.layouts import new_fake_mode
 from wholestep.capture.optimizer_state import State, initial_state
 from wholestep.capture.output import OutputTemplate
 from wholestep.capture.session import Session
+from wholestep.capture.trail import Trail
 from wholestep.errors import CaptureError
 from wholestep.graph import Slot, SlotKind, StepGraph
 
@@ -44,7 +45,8 @@ class Capture:
 
     `bindings` says where each slot of the graph (and each result) lives; `any_incoming_grad` are parameters whose
     gradient before the call does not matter; `initial_state` is optimizer state the first run starts from; `stepped`
-    are the optimizers whose `step()` the graph contains; `written` the ids of the slots it writes to.
+    are the optimizers whose `step()` the graph contains; `written` the ids of the slots it writes to; `trail` says
+    which ops each call of a module made and where `pipe_split()` stood.
     """
 
     graph: StepGraph
@@ -58,6 +60,7 @@ class Capture:
     spec: tree.Spec
     dynamic_leaves: frozenset[int]
     num_checkpoint_regions: int
+    trail: Trail
     seconds: float
 
 
@@ -123,6 +126,7 @@ def capture(
         spec=tree.flatten((args, kwargs))[1],
         dynamic_leaves=dynamic_leaves,
         num_checkpoint_regions=call.session.num_checkpoint_regions,
+        trail=call.session.trail.settled(graph.calls()),
         seconds=time.perf_counter() - started,
     )
 

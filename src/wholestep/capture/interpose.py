@@ -27,6 +27,7 @@ from torch.overrides import TorchFunctionMode
 from wholestep import _torch
 from wholestep.capture import fused, source
 from wholestep.capture.session import Session
+from wholestep.capture.trail import listening
 from wholestep.errors import CaptureError
 from wholestep.graph import Phase
 
@@ -144,6 +145,7 @@ def _is_known_constant(value: Any) -> bool:
 def interposed(session: Session, module_names: dict[int, str]) -> Generator[None]:
     """All hooks and stand-ins that a trace needs, for its duration."""
     with (
+        listening(session),
         _torch.compiling_flag(True),
         _torch.transparent_checkpoints(session.in_checkpoint_region),
         mock.patch.object(torch.autograd, "backward", _traced_backward(session)),
@@ -221,12 +223,10 @@ def _module_hooks(session: Session, names: dict[int, str]) -> list[Any]:
     """Keep the path of the module whose forward is running."""
 
     def enter(module: nn.Module, _args: Any) -> None:
-        session.annotate()
-        session.module_stack.append(names.get(id(module), type(module).__name__))
+        session.enter_module(names.get(id(module), type(module).__name__), is_known=id(module) in names)
 
     def leave(module: nn.Module, _args: Any, _output: Any) -> None:
-        session.annotate()
-        session.module_stack.pop()
+        session.leave_module()
 
     return [register_module_forward_pre_hook(enter), register_module_forward_hook(leave, always_call=True)]
 

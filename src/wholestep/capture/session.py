@@ -15,6 +15,7 @@ from torch.utils.checkpoint import CheckpointPolicy, SelectiveCheckpointContext
 
 from wholestep import _torch
 from wholestep.capture import source
+from wholestep.capture.trail import TrailNotes
 from wholestep.errors import CaptureError
 from wholestep.graph import Phase, Slot, SlotKind, map_nodes, ops
 
@@ -46,6 +47,7 @@ class Session:
     lifted: dict[str, Lifted] = field(default_factory=dict)
     twins: dict[int, torch.Tensor] = field(default_factory=dict)
     module_stack: list[str] = field(default_factory=list)
+    trail: TrailNotes = field(default_factory=TrailNotes)
     checkpoint_region: int | None = None
     num_checkpoint_regions: int = 0
     gradients: dict[str, fx.Node] = field(default_factory=dict)
@@ -66,6 +68,7 @@ class Session:
     _incoming_frozen: bool = False
     _clearing: bool = False
     _last_annotated: fx.Node | None = None
+    _has_trail: list[bool] = field(default_factory=list[bool])
     _checkpoint_policy: Callable[..., Any] | None = None
 
     def lift(self, real: Any, slot: Slot, dynamic_dims: tuple[int, ...] = ()) -> Any:
@@ -216,6 +219,25 @@ class Session:
             answer = CheckpointPolicy.MUST_SAVE if answer else CheckpointPolicy.PREFER_RECOMPUTE
         node.meta["checkpoint_policy"] = answer.name.lower()
 
+    def enter_module(self, path: str, *, is_known: bool) -> None:
+        """A module's forward begins; calls of modules that belong to no model of the step leave no trail."""
+        self.annotate()
+        self.module_stack.append(path)
+        self._has_trail.append(is_known and self.phase is Phase.FORWARD)
+        if self._has_trail[-1]:
+            self.trail.enter(path)
+
+    def leave_module(self) -> None:
+        self.annotate()
+        self.module_stack.pop()
+        if self._has_trail.pop():
+            self.trail.leave()
+
+    def note_mark(self) -> None:
+        """`pipe_split()` was called."""
+        self.annotate()
+        self.trail.mark(self.phase, self.module_stack[-1] if self.module_stack else "")
+
     def _phase_now(self) -> Phase:
         """After the update, work without gradients (averaging weights) belongs to the optimizer."""
         is_after = self.phase is Phase.FORWARD and bool(self.stepped) and not torch.is_grad_enabled()
@@ -231,6 +253,7 @@ class Session:
                 break
             if node.op != "call_function" or "phase" in node.meta:
                 continue
+            node.meta["epoch"] = self.trail.epoch
             node.meta["phase"] = self._phase_now()
             if self.module_stack:
                 node.meta["fqn"] = self.module_stack[-1]

@@ -96,9 +96,9 @@ def test_the_picture_is_one_svg_for_light_and_dark() -> None:
 
 
 def test_a_large_schedule_is_still_a_picture() -> None:
-    scene = schedule_scene(simulate(build_schedule("1f1b", 32, 400), COSTS))
+    scene = schedule_scene(simulate(build_schedule("1f1b", 16, 100), COSTS))
     assert_readable(Scene(scene.title, "", scene.width, scene.height, scene.shapes))
-    assert len(scene.shapes) < 2 * 32 * 400 + 500
+    assert len(scene.shapes) < 2 * 16 * 100 + 500
 
 
 def test_nothing_measured_is_an_empty_picture() -> None:

@@ -1,0 +1,250 @@
+"""Values between the processes of a pipeline, over `torch.distributed`'s gloo or NCCL."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Mapping, Sequence
+from typing import Any, NoReturn
+
+import torch
+import torch.distributed as dist
+from torch.distributed import PrefixStore, Store  # pyright: ignore[reportPrivateImportUsage]
+
+from wholestep import _torch
+from wholestep.errors import PipelineError
+from wholestep.pipe.cut import CutGraph
+from wholestep.pipe.schedule import Action, Schedule
+from wholestep.runtime.pipeline.failures import Alarm, Watch, plain, sentence
+from wholestep.runtime.pipeline.links import Link, Links
+from wholestep.runtime.pipeline.messages import Message, ShareMessage, messages, share_fake, share_messages
+from wholestep.runtime.pipeline.parcels import Form, Parcel
+from wholestep.runtime.pipeline.programs import StageRunner, summed_gradients
+
+TIMEOUT_S = 1800.0
+Share = tuple[int, str]
+"""A stage and the slot of a parameter."""
+
+
+class ProcessExchange:
+    """What a rank sends and receives in each step of a pipeline that is one cut and one schedule.
+
+    All ranks of the pipeline make theirs at the same time; `global_ranks` says which ranks of the job they are (all of
+    them, if it is left out). Whatever happens to one of them ends all of them, and those of other pipelines of the job
+    that were made alike: then every method raises `PipelineError`, and a new exchange has to be made.
+    """
+
+    def __init__(
+        self,
+        cut: CutGraph,
+        schedule: Schedule,
+        rank: int,
+        global_ranks: Sequence[int] | None = None,
+        timeout_s: float = TIMEOUT_S,
+    ) -> None:
+        traffic = messages(cut, schedule)
+        shares = share_messages(cut, schedule)
+        self._rank = rank
+        self._global_ranks = list(range(schedule.num_ranks)) if global_ranks is None else list(global_ranks)
+        store = self._own_store()
+        ends = [(message.source, message.target) for message in (*traffic.messages, *shares)]
+        device = _device_of(cut, traffic.messages)
+        room = ",".join(map(str, self._global_ranks))
+        self._links = Links.connect(PrefixStore(room, store), ends, rank, self._global_ranks, device, timeout_s)
+        self._messages = traffic.messages
+        self._plan = traffic.ranks[rank]
+        self._routes = self._make_routes(cut)
+        self._shares = [(message, *self._share_route(cut, message)) for message in shares if self._concerns(message)]
+        sent = {number for numbers in self._plan.sends for number in numbers}
+        self._sent_last = sorted(sent.difference(*self._plan.settled))
+        self._works: list[Any] = [None] * len(traffic.messages)
+        self._buffers: list[Any] = [None] * len(traffic.messages)
+        self._failure: str | None = None
+        self._alarm = Alarm(store, room)
+        self._watch = Watch(self._alarm, self._links.abort)
+        weakref.finalize(self, self._watch.stop)
+
+    def begin(self) -> None:
+        """A step begins."""
+        self._require_usable()
+        self._watch.is_on = True
+
+    def receive(self, position: int, values: Sequence[dict[str, Any]]) -> None:
+        """Wait for what the action at a position reads from other ranks, and store it by micro-batch and name."""
+        plan, works, buffers = self._plan, self._works, self._buffers
+        for number in plan.posts[position]:
+            link, parcel = self._routes[number]
+            buffers[number] = parcel.empty()
+            try:
+                works[number] = link.receive(buffers[number])
+            except RuntimeError as error:
+                self._lost(self._messages[number], error)
+        for number in plan.needs[position]:
+            self._finish(number)
+            values[self._messages[number].micro_batch].update(self._routes[number][1].unpack(buffers[number]))
+            buffers[number] = None
+        for number in plan.settled[position]:
+            self._finish(number)
+            buffers[number] = None
+
+    def send(self, position: int, made: Mapping[str, Any]) -> None:
+        """Send what the action at a position made to whoever reads it."""
+        for number in self._plan.sends[position]:
+            link, parcel = self._routes[number]
+            self._buffers[number] = data = parcel.pack(made)
+            try:
+                self._works[number] = link.send(data)
+            except RuntimeError as error:
+                self._lost(self._messages[number], error)
+
+    def end(self) -> None:
+        """A step is over: wait until everything sent has left."""
+        for number in self._sent_last:
+            self._finish(number)
+            self._buffers[number] = None
+        self._settle()
+        self._watch.is_on = False
+
+    def swap_shares(self, own: Mapping[Share, torch.Tensor]) -> dict[Share, torch.Tensor]:
+        """Between steps: give other ranks this rank's shares of gradients that they want, and get theirs."""
+        self._require_usable()
+        self._watch.is_on = True
+        try:
+            found = self._swap(own)
+            self._settle()
+        except BaseException as error:
+            self.fail(None, error)
+            raise
+        self._watch.is_on = False
+        return found
+
+    def fail(self, action: Action | None, error: BaseException) -> None:
+        """Tell all other ranks that this one failed, unless it is told so by them; the exchange is of no use then."""
+        if self._failure is None:
+            self._ring(sentence(self._global_ranks[self._rank], action, error), len(self._global_ranks) - 1)
+
+    def close(self) -> None:
+        """Give connections back; to be called by all ranks once none of them is in a step."""
+        self._watch.stop()
+        if self._failure is None:
+            self._failure = "it was closed"
+            self._links.close()
+
+    def _own_store(self) -> Store:
+        """A part of the job's store for the n-th exchange of each rank."""
+        store = _torch.group_store(dist.group.WORLD)  # pyright: ignore[reportArgumentType]
+        number = store.add(f"wholestep/pipeline/count/{dist.get_rank()}", 1)
+        return PrefixStore(f"wholestep/pipeline/{number}", store)
+
+    def _make_routes(self, cut: CutGraph) -> list[Any]:
+        """By number: link and parcel of each message of this rank. Micro-batches share their parcels."""
+        parcels: dict[tuple[int, tuple[str, ...]], Parcel] = {}
+        routes: list[tuple[Link, Parcel] | None] = []
+        for message in self._messages:
+            if not self._concerns(message):
+                routes.append(None)
+                continue
+            key = message.stage, message.names
+            if key not in parcels:
+                fakes = cut.stages[message.stage].fakes
+                parcels[key] = Parcel({name: Form.of(fakes[name]) for name in message.names}, self._links.wire)
+            routes.append((self._links.by_ends[message.source, message.target], parcels[key]))
+        return routes
+
+    def _share_route(self, cut: CutGraph, message: ShareMessage) -> tuple[Link, Parcel]:
+        forms = {slot: Form.contiguous(share_fake(cut, message.stage, slot)) for slot in message.slots}
+        return self._links.by_ends[message.source, message.target], Parcel(forms, self._links.wire)
+
+    def _concerns(self, message: Message | ShareMessage) -> bool:
+        return self._rank in (message.source, message.target)
+
+    def _swap(self, own: Mapping[Share, torch.Tensor]) -> dict[Share, torch.Tensor]:
+        started: list[tuple[ShareMessage, Parcel, torch.Tensor, Any]] = []
+        for message, link, parcel in self._shares:
+            is_own = message.source == self._rank
+            data = parcel.pack({slot: own[message.stage, slot] for slot in message.slots}) if is_own else parcel.empty()
+            try:
+                started.append((message, parcel, data, link.send(data) if is_own else link.receive(data)))
+            except RuntimeError as error:
+                self._lost(message, error)
+        found: dict[Share, torch.Tensor] = {}
+        for message, parcel, data, work in started:
+            self._wait(work, message)
+            if message.target == self._rank:
+                found |= {(message.stage, slot): value for slot, value in parcel.unpack(data)}
+        return found
+
+    def _finish(self, number: int) -> None:
+        self._wait(self._works[number], self._messages[number])
+        self._works[number] = None
+
+    def _wait(self, work: Any, message: Message | ShareMessage) -> None:
+        try:
+            work.wait()
+        except RuntimeError as error:
+            self._lost(message, error)
+
+    def _settle(self) -> None:
+        """Find out now whether all is well where waiting only told a stream to wait."""
+        if self._links.wire.type != "cuda":
+            return
+        torch.cuda.current_stream(self._links.wire).synchronize()
+        text = self._alarm.heard()
+        if text is not None:
+            self._break(text)
+            raise PipelineError(text)
+
+    def _lost(self, message: Message | ShareMessage, error: RuntimeError) -> NoReturn:
+        """A connection broke: because a rank failed and said so, or because the other end is gone."""
+        peer = self._global_ranks[message.target if message.source == self._rank else message.source]
+        own = self._global_ranks[self._rank]
+        is_late = "imed out" in str(error)
+        try:
+            text = self._alarm.heard()
+        except RuntimeError as no_store:
+            text = (
+                f"rank {own} has lost its connection to rank {peer}, and the store that the job was started with, "
+                f"which may say why, cannot be reached: {plain(no_store)}"
+            )
+        if text is not None:
+            self._break(text)
+        else:
+            cause = f"rank {own} has waited in vain for rank {peer}" if is_late else f"rank {peer} is gone"
+            self._ring(f"{cause}: {plain(error)}", len(self._global_ranks) - 2)
+        raise PipelineError(self._failure) from error
+
+    def _ring(self, text: str, num_others: int) -> None:
+        """Say what happened, unless somebody was faster, and stay until others know."""
+        stay = self._alarm.ring(text, num_others)
+        self._break(self._alarm.heard() or text)
+        if stay is not None:
+            stay()
+
+    def _break(self, text: str) -> None:
+        self._failure = text
+        self._watch.stop()
+        self._links.abort()
+        self._works, self._buffers = [], []
+
+    def _require_usable(self) -> None:
+        if self._failure is not None:
+            raise PipelineError(f"this pipeline cannot be used any more; make a new one: {self._failure}")
+
+
+def _device_of(cut: CutGraph, found: Sequence[Message]) -> torch.device:
+    """Where values that travel are; a GPU if any of them is on one."""
+    devices = {cut.stages[message.stage].fakes[name].device for message in found for name in message.names}
+    return next((device for device in devices if device.type == "cuda"), torch.device("cpu"))
+
+
+def sum_shares(cut: CutGraph, runners: Mapping[int, StageRunner], exchange: ProcessExchange) -> dict[str, torch.Tensor]:
+    """Gradients of all parameters that the stages of this rank have, after a step; those of shared ones are complete.
+
+    Every rank that has a parameter adds up the same shares in the same order, the last stage's first as in eager, and
+    so gets the same bits. To be called by all ranks.
+    """
+    own = {(stage, slot): share for stage, runner in runners.items() for slot, share in runner.gradients.items()}
+    shares = own | exchange.swap_shares(own)
+    by_stage: list[dict[str, torch.Tensor]] = [{} for _ in cut.stages]
+    for (stage, slot), share in shares.items():
+        by_stage[stage][slot] = share
+    return summed_gradients(by_stage)
