@@ -17,7 +17,7 @@ export PYRIGHT_PYTHON_IGNORE_WARNINGS := 1
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup demo test test-slow test-root lint format bench bench-parallel gpu clean
+.PHONY: help setup demo test test-slow test-pipeline test-root lint format bench bench-parallel bench-pipeline gpu clean
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-14s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -47,6 +47,10 @@ test: setup ## Run the tests (not slow, gpu or root)
 test-slow: setup ## Run the slow tests
 	@$(PYTEST) -m "slow and not gpu and not root" $(ARGS)
 
+test-pipeline: setup ## Run all tests of pipelines, with every model, schedule and number of ranks
+	@$(PYTEST) -m "not gpu and not root" tests/unit/pipe tests/unit/runtime/pipeline tests/property/test_schedules.py \
+		tests/distributed/test_pipeline.py tests/distributed/test_pipeline_ranks.py $(ARGS)
+
 lint: setup ## Check style, formatting and types
 	@echo "lint 1/3: ruff check"
 	@$(BIN)/ruff check --quiet .
@@ -64,6 +68,9 @@ bench: setup ## Measure the overhead of a compiled step against eager
 
 bench-parallel: setup ## Measure data parallel steps against DDP over slow links (root on Linux)
 	@$(BIN)/python -m benchmarks.data_parallel --only peers compiled ours $(ARGS)
+
+bench-pipeline: setup ## Measure pipelines against torch's and against the ideal
+	@$(BIN)/python -m benchmarks.pipeline $(ARGS)
 
 test-root: setup ## Run the tests that need root (network namespaces)
 	@$(PYTEST) -m "root and not gpu" $(ARGS)
