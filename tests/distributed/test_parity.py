@@ -57,12 +57,18 @@ def test_every_model_of_the_zoo_is_here() -> None:
     assert set(CASES) == set(zoo.CASES)
 
 
-@pytest.mark.parametrize("case", CASES)
+# Of these the default run has the likes: compiling them takes seconds.
+_LONG = ("t5", "llama", "vit", "checkpointed_reentrant")
+
+
+@pytest.mark.parametrize(
+    "case", [pytest.param(case, marks=[pytest.mark.slow] if case in _LONG else []) for case in CASES]
+)
 def test_every_model(case: str) -> None:
     assert_one_capture(assert_ddp_parity(Training(case, CASES[case]), ALL, plans=("both",)))
 
 
-@pytest.mark.parametrize("cross_iteration", ["all", "auto"])
+@pytest.mark.parametrize("cross_iteration", [pytest.param("all", marks=pytest.mark.slow), "auto"])
 def test_within_a_memory_budget(cross_iteration: str) -> None:
     sides: dict[str, MakeSide] = {
         "budget": partial(wholestep_side, cross_iteration=cross_iteration, memory_budget=0.2, dynamic_batch=False)

@@ -171,9 +171,9 @@ def test_a_step_that_leaks_is_found_on_ranks(name: str) -> None:
 @pytest.mark.parametrize(
     ("num_ranks", "how", "code"),
     [
-        (1, "return", 0),
         (1, "raise", 1),
-        (2, "return", 0),
+        pytest.param(1, "return", 0, marks=pytest.mark.slow),
+        pytest.param(2, "return", 0, marks=pytest.mark.slow),
         (2, "destroy", 0),
         pytest.param(1, "sys.exit", 3, marks=pytest.mark.slow),
         pytest.param(2, "raise", 1, marks=pytest.mark.slow),
