@@ -101,8 +101,6 @@ class SleepingRunner(StageRunner):
 class _SleepingProgram:
     """What stands in for a compiled program."""
 
-    draws = False
-
     def __init__(self, program: Program, sleep_s: float) -> None:
         self.program = program
         self._sleep_s = sleep_s

@@ -11,14 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from wholestep.zoo import Batch
-from wholestep.zoo.huggingface import (
-    CLASSES,
-    HEADS,
-    HF_CASES,
-    LENGTH,
-    VOCABULARY,
-    WIDTH,
-)
+from wholestep.zoo.huggingface import CLASSES, HF_CASES, VOCABULARY, WIDTH, build, build_bert, build_gpt2
 
 
 @dataclass(frozen=True)
@@ -44,46 +37,16 @@ class PipelineCase:
         return output.loss if self.loss_fn is None else self.loss_fn(output, target)
 
 
-def _transformer(model_class: str, config_class: str, **options: Any) -> nn.Module:
-    import transformers
-
-    config = getattr(transformers, config_class)(**options)
-    return getattr(transformers, model_class)(config).train()
-
-
 def _gpt2(**options: Any) -> nn.Module:
-    return _transformer(
-        "GPT2LMHeadModel",
-        "GPT2Config",
-        vocab_size=VOCABULARY,
-        n_positions=LENGTH,
-        n_embd=WIDTH,
-        n_head=HEADS,
-        n_layer=4,
-        bos_token_id=0,
-        eos_token_id=0,
-        use_cache=False,
-        **options,
-    )
+    return without_dropout(build_gpt2(n_layer=4, **options))
 
 
 def _bert_classifier() -> nn.Module:
-    return _transformer(
-        "BertForSequenceClassification",
-        "BertConfig",
-        vocab_size=VOCABULARY,
-        max_position_embeddings=LENGTH,
-        hidden_size=WIDTH,
-        intermediate_size=2 * WIDTH,
-        num_attention_heads=HEADS,
-        num_hidden_layers=4,
-        num_labels=CLASSES,
-        use_cache=False,
-    )
+    return without_dropout(build_bert("BertForSequenceClassification", num_hidden_layers=4, num_labels=CLASSES))
 
 
 def _mamba() -> nn.Module:
-    return _transformer(
+    return build(
         "MambaForCausalLM",
         "MambaConfig",
         vocab_size=VOCABULARY,
@@ -127,12 +90,12 @@ _causal_batch = HF_CASES["hf_gpt2"].make_batch
 MODELS: dict[str, PipelineCase] = {
     case.name: case
     for case in (
-        PipelineCase("gpt2_tied", lambda: without_dropout(_gpt2()), _causal_batch),
-        PipelineCase("gpt2_untied", lambda: without_dropout(_gpt2(tie_word_embeddings=False)), _causal_batch),
-        PipelineCase("gpt2_loss_fn", lambda: without_dropout(_gpt2()), _causal_batch, _next_word_loss),
+        PipelineCase("gpt2_tied", _gpt2, _causal_batch),
+        PipelineCase("gpt2_untied", lambda: _gpt2(tie_word_embeddings=False), _causal_batch),
+        PipelineCase("gpt2_loss_fn", _gpt2, _causal_batch, _next_word_loss),
         PipelineCase("llama", _of_zoo("hf_llama"), HF_CASES["hf_llama"].make_batch),
         PipelineCase("bert_mlm", _of_zoo("hf_bert"), HF_CASES["hf_bert"].make_batch),
-        PipelineCase("bert_classifier", lambda: without_dropout(_bert_classifier()), _classified_batch),
+        PipelineCase("bert_classifier", _bert_classifier, _classified_batch),
         PipelineCase("t5", _of_zoo("hf_t5"), HF_CASES["hf_t5"].make_batch),
         PipelineCase("vit", _of_zoo("hf_vit"), HF_CASES["hf_vit"].make_batch),
         PipelineCase("mamba", _mamba, _causal_batch),

@@ -8,7 +8,9 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, overload
 
+import torch.distributed as dist
 from torch import fx, nn
+from torch.optim import Optimizer
 
 from wholestep._logging import attach_handler
 from wholestep._settings import Settings
@@ -21,6 +23,7 @@ from wholestep.remat import BanRules, InductorBackend, StepBudget, partition_joi
 from wholestep.report.explain import explain_step
 from wholestep.report.html import write_step_report
 from wholestep.report.memory_plan import write_memory_pictures
+from wholestep.report.pipeline import explain_pipe, pipe_report
 from wholestep.runtime import DataParallel, StepOptions, StepRunner
 from wholestep.runtime.pipeline import Pipe, PipeOptions
 
@@ -53,6 +56,23 @@ class CompiledStep(StepRunner):
         first, which takes about as long as the first call's planning did.
         """
         return write_memory_pictures(self, Path(folder), format)
+
+
+class CompiledPipe(Pipe):
+    """What `wholestep.pipeline` returns: a `Pipe` that shows what it does.
+
+    Both methods are to be called by all ranks of the job, after a step: each tells when it was busy.
+    """
+
+    def explain(self) -> str:
+        """Stages with their costs, ranks with their idle time, and the measured schedule: one page of text."""
+        return explain_pipe(self)
+
+    def report(self, path: str | Path) -> Path:
+        """Write a self-contained HTML report with planned and measured timelines, on rank 0, and return its path."""
+        report = pipe_report(self)
+        is_first = not dist.is_available() or not dist.is_initialized() or dist.get_rank() == 0
+        return report.write(Path(path)) if is_first else Path(path)
 
 
 @overload
@@ -278,16 +298,16 @@ def pipeline(
     memory_budget: MemoryBudget | None = None,
     lower: str = "none",
     returns_output: bool = False,
+    optimizer: Optimizer | None = None,
+    max_grad_norm: float | None = None,
     seed: int = 0,
-) -> Pipe:
+) -> CompiledPipe:
     """Cut a model into stages and train it in micro-batches over the ranks of the job, or in this process alone.
 
-        pipe = wholestep.pipeline(model, num_stages=4, num_micro_batches=8, loss_fn=loss_fn)
         optimizer = torch.optim.AdamW(model.parameters())
+        pipe = wholestep.pipeline(model, num_stages=4, num_micro_batches=8, loss_fn=loss_fn, optimizer=optimizer)
         for tokens, targets in batches:
-            optimizer.zero_grad()
             result = pipe.step(tokens, target=targets)
-            optimizer.step()
 
     Args:
         num_micro_batches: how many parts a batch is cut into, along dimension 0 of its tensors.
@@ -303,6 +323,9 @@ def pipeline(
         memory_budget: as in `wholestep.compile`, for one micro-batch through the whole model.
         lower: as in `wholestep.compile`, for each stage.
         returns_output: whether results have the model's output besides the loss.
+        optimizer: updates the parameters of each rank's stages at the end of a step, as a graph, and clears their
+            gradients. Without one, a step leaves gradients for whatever you do with them.
+        max_grad_norm: clip gradients to this norm, taken over the whole model, at the end of a step.
         seed: where random numbers begin; they depend on it, the step and the micro-batch, not on stages or ranks.
 
     More ranks than the schedule has are replicas that average their gradients: ranks 0 to 3 are the first pipeline of
@@ -314,7 +337,11 @@ def pipeline(
         raise WholestepError(f"num_micro_batches is a whole number, 1 or more, not {num_micro_batches!r}")
     if shared not in ("replicate", "transmit"):
         raise WholestepError(f"shared is 'replicate' or 'transmit', not {shared!r}")
-    return Pipe(
+    if optimizer is not None and not isinstance(optimizer, Optimizer):  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise WholestepError(f"optimizer is a torch.optim.Optimizer, not a {type(optimizer).__name__}")
+    if max_grad_norm is not None and not 0 < max_grad_norm < float("inf"):
+        raise WholestepError(f"max_grad_norm is a number, more than 0, not {max_grad_norm!r}")
+    return CompiledPipe(
         model,
         PipeOptions(
             num_micro_batches=num_micro_batches,
@@ -329,6 +356,8 @@ def pipeline(
             returns_output=returns_output,
             memory_budget=None if memory_budget is None else StepBudget.of(memory_budget),
             lower=lower,
+            optimizer=optimizer,
+            max_grad_norm=max_grad_norm,
             seed=seed,
         ),
     )

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 import wholestep
 from wholestep import zoo
 from wholestep.zoo import gpt
+from wholestep.zoo.optimizers import two_groups
 
 pytestmark = pytest.mark.distributed
 
@@ -97,6 +98,56 @@ def test_replicas_average_their_gradients() -> None:
     for one in found:
         for name, gradient in one.items():
             torch.testing.assert_close(gradient, expected[name], msg=lambda text, n=name: f"{n}: {text}")
+
+
+def train_replicas(schedule: str, num_stages: int) -> dict[str, Any]:
+    """Steps of replicas with batches of their own and uneven micro-batches, clipped and updated by the pipeline."""
+    torch.manual_seed(0)
+    model = gpt.GPT(gpt.GPTConfig(layers=4, dropout=0.0)).double()
+    optimizer = torch.optim.AdamW(two_groups(model), lr=0.01)
+    pipe = wholestep.pipeline(
+        model,
+        num_micro_batches=NUM_MICRO_BATCHES,
+        loss_fn=loss_fn,
+        num_stages=num_stages,
+        schedule=schedule,
+        optimizer=optimizer,
+        max_grad_norm=0.3,
+    )
+    norms: list[Tensor | None] = []
+    for number in range(3):
+        batch = zoo.get("gpt").make_batch(9, 2 * number + dist.get_rank() // 2)
+        norms.append(pipe.step(batch["tokens"], target=batch["targets"]).grad_norm)
+    own = dict(pipe.named_parameters())
+    timeline = pipe.measured()
+    assert [[span.action for span in row] for row in timeline.spans] == [list(row) for row in pipe.schedule.actions]
+    assert {id(p) for p in optimizer.state} == {id(p) for p in own.values()}, "state of other ranks' parameters"
+    return {"norms": norms, "parameters": {name: p.detach() for name, p in own.items()}}
+
+
+@pytest.mark.parametrize(
+    ("schedule", "num_stages"), [("zbv", 4), pytest.param("interleaved-1f1b", 8, marks=pytest.mark.slow)]
+)
+def test_replicas_train_like_one_process_with_all_rows(schedule: str, num_stages: int) -> None:
+    """Gradients of one stage are averaged while another computes; norms are those of the whole model."""
+    found = run_ranks(train_replicas, 4, schedule, num_stages)
+    torch.manual_seed(0)
+    model = gpt.GPT(gpt.GPTConfig(layers=4, dropout=0.0)).double()
+    optimizer = torch.optim.AdamW(two_groups(model), lr=0.01)
+    norms: list[Tensor] = []
+    for number in range(3):
+        optimizer.zero_grad()
+        for replica in range(2):
+            batch = zoo.get("gpt").make_batch(9, 2 * number + replica)
+            (loss_fn(model(batch["tokens"]), batch["targets"]) / 2).backward()
+        norms.append(nn.utils.clip_grad_norm_(model.parameters(), 0.3))
+        optimizer.step()
+    expected = dict(model.named_parameters())
+    assert set().union(*(one["parameters"] for one in found)) == set(expected)
+    for one in found:
+        torch.testing.assert_close(one["norms"], norms)
+        for name, value in one["parameters"].items():
+            torch.testing.assert_close(value, expected[name].detach(), msg=lambda text, n=name: f"{n}: {text}")
 
 
 def hugging_face_step(name: str, setup: str) -> tuple[Tensor | None, dict[str, Tensor]]:

@@ -243,10 +243,12 @@ def run_with_trap(
     return run, world
 
 
-def _trapped(real: Any, trap: Trap, stage: int, actions: Iterator[Action], kind: Kind, *args: Any) -> Any:
+def _trapped(
+    real: Any, trap: Trap, stage: int, actions: Iterator[Action], kind: Kind, *args: Any, **options: Any
+) -> Any:
     action = next(action for action in actions if (action.kind, action.stage) == (kind, stage))
     trap(action)
-    return real(kind, *args)
+    return real(kind, *args, **options)
 
 
 def story(run: RankRun, world: World) -> list[str]:

@@ -10,7 +10,7 @@ DETERMINISTIC = settings(
     derandomize=True,
     database=None,
     deadline=None,
-    max_examples=67,
+    max_examples=20,
     phases=[Phase.explicit, Phase.generate, Phase.shrink],
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
 )
@@ -26,9 +26,10 @@ def run(plan: Plan) -> Twins:
     return twins
 
 
+@pytest.mark.parametrize("num_steps", [20, pytest.param(200, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_random_steps_are_eagers(family: str) -> None:
-    @DETERMINISTIC
+def test_random_steps_are_eagers(family: str, num_steps: int) -> None:
+    @settings(DETERMINISTIC, max_examples=num_steps)
     @given(plans(FAMILIES[family]))
     def check(plan: Plan) -> None:
         twins = run(plan)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Callable, Mapping, MutableMapping
+from collections.abc import Callable, Iterable, Mapping, MutableMapping
 from typing import Any
 
 import torch
@@ -68,6 +68,12 @@ def map_leaves(function: Callable[[Any], Any], value: Any) -> Any:
         return function(value)
     keys, children = opened
     return _close(value, keys, [map_leaves(function, child) for child in children])
+
+
+def fill(value: Any, leaves: Iterable[Any]) -> Any:
+    """A copy of a nested container with other leaves, in order."""
+    following = iter(leaves)
+    return map_leaves(lambda _: next(following), value)
 
 
 def _close(value: Any, keys: tuple[Any, ...], children: list[Any]) -> Any:

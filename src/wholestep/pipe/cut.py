@@ -49,7 +49,7 @@ class Program:
     values: tuple[str, ...]
     outputs: tuple[str, ...]
 
-    @property
+    @cached_property
     def draws(self) -> bool:
         """Whether it draws random numbers."""
         return any(ops.draws(node) for node in self.graph.calls() if ops.is_op(node))
@@ -103,6 +103,12 @@ class CutGraph:
 
     stages: tuple[Stage, ...]
     num_outputs: int
+
+    @cached_property
+    def device(self) -> torch.device:
+        """Where values are; a GPU if any of them is on one."""
+        devices = {fake.device for stage in self.stages for fake in stage.fakes.values()}
+        return next((device for device in devices if device.type == "cuda"), torch.device("cpu"))
 
     @cached_property
     def source(self) -> dict[str, int]:
@@ -181,6 +187,27 @@ def _split_by_masks(graph: StepGraph, stage_of: dict[fx.Node, int], shares: set[
             if index:
                 item.args = (late, index)
                 late.append(item)
+
+
+def _join_masks(graph: StepGraph) -> None:
+    """Undo `_split_by_masks` where both halves are in one program: one op reads its arguments once."""
+    earlier: dict[str, fx.Node] = {}
+    for node in list(graph.calls()):
+        target: Any = node.target
+        position = _MASKED.get(target)
+        if position is None:
+            continue
+        args: list[Any] = list(node.args)
+        mask = args.pop(position)
+        first = earlier.setdefault(str((target, args)), node)
+        if first is node:
+            continue
+        both: Any = first.args[position]
+        joined = [one or other for one, other in zip(both, mask, strict=True)]
+        first.args = (*first.args[:position], joined, *first.args[position + 1 :])
+        halves = zip(first.meta["val"], node.meta["val"], strict=True)
+        first.meta["val"] = tuple(other if one is None else one for one, other in halves)
+        graph.replace({node: first})
 
 
 # Programs
@@ -288,9 +315,10 @@ class _Cutter:
         for node in sorted([*free, *nodes]):
             env[node] = graph.node_copy(node, env.__getitem__)
         graph.output({"outputs": tuple(env[node] for node in outputs), "updates": {}, "results": {}})
-        module = _torch.graph_module(torch.nn.Module(), graph)
+        step = StepGraph(_torch.graph_module(torch.nn.Module(), graph), known, self.graph.fake_mode)
+        _join_masks(step)
         return Program(
-            StepGraph(module, known, self.graph.fake_mode),
+            step,
             tuple(self.graph.slots[node.name].id for node in slots),
             tuple(node.name for node in values),
             tuple(node.name for node in outputs),

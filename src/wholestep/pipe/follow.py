@@ -14,7 +14,7 @@ from torch import fx
 
 from wholestep.errors import PipelineError
 from wholestep.graph import SlotKind, StepGraph
-from wholestep.pipe.cut import CutGraph
+from wholestep.pipe.cut import CutGraph, Stage
 from wholestep.pipe.placement import forward_calls
 
 _KEPT = (f"{SlotKind.PARAM}.", f"{SlotKind.BUFFER}.")
@@ -68,3 +68,13 @@ def check_slots(found: CutGraph, trained: CutGraph) -> None:
                     f"evaluation uses {slot.split('.', 1)[1]} in stage {stage.index}, and training has it in stage "
                     f"{where} only; split the model where both agree, or evaluate the model without the pipeline"
                 )
+
+
+def is_like(found: CutGraph, other: CutGraph) -> bool:
+    """Whether two cuts differ in sizes only: their stages read, make and hand on the same, under the same names."""
+    return [_description(stage) for stage in found.stages] == [_description(stage) for stage in other.stages]
+
+
+def _description(stage: Stage) -> list[object]:
+    programs = [(program.slots, program.values, program.outputs) for program in (*stage.programs, stage.backward)]
+    return [programs, dict(stage.updates), dict(stage.gradients), dict(stage.returns)]

@@ -20,6 +20,7 @@ Three figures tell how good a schedule is:
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -109,6 +110,19 @@ class Timeline:
     def bubble(self) -> float:
         """The share of the makespan in which ranks stand idle, on average over ranks."""
         return sum(self.rank_bubble(rank) for rank in range(self.num_ranks)) / max(self.num_ranks, 1)
+
+    def costs(self) -> list[StageCosts]:
+        """How long the actions of each stage take, in the middle; those that it does not do take no time."""
+        found: dict[int, dict[Kind, list[float]]] = {}
+        for span in (span for row in self.spans for span in row):
+            times = found.setdefault(span.action.stage, {})
+            times.setdefault(span.action.kind, []).append(span.end - span.start)
+        middle = {
+            stage: {kind: statistics.median(times) for kind, times in by_kind.items()}
+            for stage, by_kind in found.items()
+        }
+        order = (Kind.FORWARD, Kind.INPUT, Kind.WEIGHT, Kind.BACKWARD)
+        return [StageCosts(*(middle[stage].get(kind, 0.0) for kind in order)) for stage in sorted(middle)]
 
     def gaps(self, rank: int) -> float:
         """How long a rank stands idle between its own first and last action."""

@@ -20,7 +20,8 @@ IMAGE_SIZE = 16
 IGNORED_LABEL = -100
 
 
-def _build(model_class: str, config_class: str, **options: Any) -> nn.Module:
+def build(model_class: str, config_class: str, **options: Any) -> nn.Module:
+    """A model of `transformers` with random weights, in training mode."""
     # Imported here because it takes seconds and only these cases need it.
     transformers: Any = importlib.import_module("transformers")
     config = getattr(transformers, config_class)(**options)
@@ -28,26 +29,26 @@ def _build(model_class: str, config_class: str, **options: Any) -> nn.Module:
     return model.train()
 
 
-def _build_gpt2() -> nn.Module:
-    return _build(
-        "GPT2LMHeadModel",
-        "GPT2Config",
-        vocab_size=VOCABULARY,
-        n_positions=LENGTH,
-        n_embd=WIDTH,
-        n_head=HEADS,
-        n_layer=LAYERS,
-        resid_pdrop=DROPOUT,
-        embd_pdrop=DROPOUT,
-        attn_pdrop=DROPOUT,
-        bos_token_id=0,
-        eos_token_id=0,
-        use_cache=False,
-    )
+def build_gpt2(**options: Any) -> nn.Module:
+    """A GPT-2; `options` are those of its configuration that shall be different."""
+    chosen: dict[str, Any] = {
+        "vocab_size": VOCABULARY,
+        "n_positions": LENGTH,
+        "n_embd": WIDTH,
+        "n_head": HEADS,
+        "n_layer": LAYERS,
+        "resid_pdrop": DROPOUT,
+        "embd_pdrop": DROPOUT,
+        "attn_pdrop": DROPOUT,
+        "bos_token_id": 0,
+        "eos_token_id": 0,
+        "use_cache": False,
+    }
+    return build("GPT2LMHeadModel", "GPT2Config", **(chosen | options))
 
 
 def _build_llama() -> nn.Module:
-    return _build(
+    return build(
         "LlamaForCausalLM",
         "LlamaConfig",
         vocab_size=VOCABULARY,
@@ -62,24 +63,24 @@ def _build_llama() -> nn.Module:
     )
 
 
-def _build_bert() -> nn.Module:
-    return _build(
-        "BertForMaskedLM",
-        "BertConfig",
-        vocab_size=VOCABULARY,
-        max_position_embeddings=LENGTH,
-        hidden_size=WIDTH,
-        intermediate_size=2 * WIDTH,
-        num_attention_heads=HEADS,
-        num_hidden_layers=LAYERS,
-        hidden_dropout_prob=DROPOUT,
-        attention_probs_dropout_prob=DROPOUT,
-        use_cache=False,
-    )
+def build_bert(model_class: str = "BertForMaskedLM", **options: Any) -> nn.Module:
+    """A BERT with one of its heads; `options` are those of its configuration that shall be different."""
+    chosen: dict[str, Any] = {
+        "vocab_size": VOCABULARY,
+        "max_position_embeddings": LENGTH,
+        "hidden_size": WIDTH,
+        "intermediate_size": 2 * WIDTH,
+        "num_attention_heads": HEADS,
+        "num_hidden_layers": LAYERS,
+        "hidden_dropout_prob": DROPOUT,
+        "attention_probs_dropout_prob": DROPOUT,
+        "use_cache": False,
+    }
+    return build(model_class, "BertConfig", **(chosen | options))
 
 
 def _build_t5() -> nn.Module:
-    return _build(
+    return build(
         "T5ForConditionalGeneration",
         "T5Config",
         vocab_size=VOCABULARY,
@@ -95,7 +96,7 @@ def _build_t5() -> nn.Module:
 
 
 def _build_vit() -> nn.Module:
-    return _build(
+    return build(
         "ViTForImageClassification",
         "ViTConfig",
         image_size=IMAGE_SIZE,
@@ -165,9 +166,9 @@ def loss(model: nn.Module, batch: Batch) -> Tensor:
 HF_CASES: dict[str, ZooCase] = {
     case.name: case
     for case in (
-        ZooCase("hf_gpt2", _build_gpt2, _causal_batch, loss),
+        ZooCase("hf_gpt2", build_gpt2, _causal_batch, loss),
         ZooCase("hf_llama", _build_llama, _causal_batch, loss),
-        ZooCase("hf_bert", _build_bert, _masked_batch, loss),
+        ZooCase("hf_bert", build_bert, _masked_batch, loss),
         ZooCase("hf_t5", _build_t5, _sequence_batch, loss),
         ZooCase("hf_vit", _build_vit, _image_batch, loss),
     )

@@ -57,7 +57,7 @@ def test_every_step_is_eagers_at_every_budget(name: str, optimizer_name: str, sh
     assert_parity(zoo.get(name), optimizer_name, steps=5, batch_sizes=[BATCH], compile_options={"memory_budget": share})
 
 
-@pytest.mark.parametrize("name", ["gpt", "bert", "resnet", "vit"])
+@pytest.mark.parametrize("name", ["gpt", pytest.param("bert", marks=pytest.mark.slow), "resnet", "vit"])
 def test_the_measured_peak_is_the_predicted_one_and_falls_with_the_budget(name: str) -> None:
     peaks: list[int] = []
     for share in (1.0, 0.6, 0.3, 0.0):

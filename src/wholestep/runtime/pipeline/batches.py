@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
@@ -15,51 +14,68 @@ from wholestep.errors import PipelineError
 
 @dataclass(frozen=True)
 class MicroBatches:
-    """The arguments of a step, once for each micro-batch; how many rows each has, and which share of the batch."""
+    """The arguments of a step, once for each micro-batch, and how many rows each of them has.
+
+    If rows cannot be dealt out evenly, the first ones have one more than the last.
+    """
 
     arguments: tuple[Any, ...]
-    size: int
-    share: float
+    sizes: tuple[int, ...]
+
+    @property
+    def shares(self) -> list[float]:
+        """What part of the batch each micro-batch is."""
+        return [size / sum(self.sizes) for size in self.sizes]
+
+    @property
+    def num_large(self) -> int:
+        """How many micro-batches have as many rows as the first."""
+        return self.sizes.count(self.sizes[0])
 
 
 def split_batch(arguments: Any, num_micro_batches: int) -> MicroBatches:
     """Cut nested arguments into micro-batches along dimension 0.
 
     The first tensor with a dimension says how many rows the batch has. Tensors with as many are cut; all others, and
-    whatever is no tensor, every micro-batch gets whole. Micro-batches have the same size.
+    whatever is no tensor, every micro-batch gets whole.
     """
     leaves, _ = tree.flatten(arguments)
     sized = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.dim()]
     if not sized:
         raise PipelineError("a pipeline cuts its batch into micro-batches, and no argument of this step is a tensor")
     num_rows = sized[0].shape[0]
-    if num_rows % num_micro_batches:
+    each, rest = divmod(num_rows, num_micro_batches)
+    if not each:
         raise PipelineError(
-            f"a batch of {num_rows} rows does not make {num_micro_batches} micro-batches of the same size; give a "
-            f"multiple of {num_micro_batches} rows, or pad the batch"
+            f"a batch of {num_rows} rows does not make {num_micro_batches} micro-batches; give at least as many rows"
         )
-    size = num_rows // num_micro_batches
-    if not size:
-        raise PipelineError(f"a batch without rows does not make {num_micro_batches} micro-batches")
-    pieces = tuple(
-        tree.map_leaves(partial(_piece, num_rows=num_rows, start=start, size=size), arguments)
-        for start in range(0, num_rows, size)
-    )
-    return MicroBatches(pieces, size, 1 / num_micro_batches)
+    sizes = [each + (number < rest) for number in range(num_micro_batches)]
+    columns = [_pieces(leaf, num_rows, sizes) for leaf in leaves]
+    return MicroBatches(tuple(tree.fill(arguments, row) for row in zip(*columns, strict=True)), tuple(sizes))
 
 
-def _piece(leaf: Any, *, num_rows: int, start: int, size: int) -> Any:
+def _pieces(leaf: Any, num_rows: int, sizes: list[int]) -> Sequence[Any]:
     is_cut = isinstance(leaf, torch.Tensor) and leaf.dim() > 0 and leaf.shape[0] == num_rows
-    return leaf[start : start + size] if is_cut else leaf
+    return leaf.split(sizes) if is_cut else [leaf] * len(sizes)
 
 
-def joined(parts: Sequence[Any], size: int) -> Any:
+def joined(parts: Sequence[Any], batches: MicroBatches) -> Any:
     """Results of micro-batches as those of the batch: tensors with a row for each row of the input are joined.
 
-    Of anything else there is one for each micro-batch, and a tensor of their mean if it is a number.
+    Of anything else there is one for each micro-batch, and a tensor of their mean over rows if it is a number.
     """
-    if isinstance(parts[0], torch.Tensor) and parts[0].dim() and parts[0].shape[0] == size:
+    first = parts[0]
+    if isinstance(first, torch.Tensor) and first.dim() and first.shape[0] == batches.sizes[0]:
         return torch.cat(list(parts))
-    if isinstance(parts[0], torch.Tensor) and not parts[0].dim() and parts[0].is_floating_point():
-        return torch.stack(list(parts)).mean()
+    if isinstance(first, torch.Tensor) and not first.dim() and first.is_floating_point():
+        return mean(parts, batches)
     return list(parts)
+
+
+def mean(parts: Sequence[torch.Tensor], batches: MicroBatches) -> torch.Tensor:
+    """The mean of a number of each micro-batch, by rows."""
+    stacked = torch.stack(list(parts))
+    if batches.num_large == len(parts):
+        return stacked.mean()
+    shares = torch.tensor(batches.shares, dtype=torch.float64, device=stacked.device)
+    return (stacked.double() * shares).sum().to(stacked.dtype)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import time
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NoReturn
 
 import torch
@@ -21,6 +22,8 @@ from wholestep.runtime.pipeline.parcels import Form, Parcel
 from wholestep.runtime.pipeline.programs import StageRunner, summed_gradients
 
 TIMEOUT_S = 1800.0
+_FIRST_PAUSE_S, _LAST_PAUSE_S = 2e-5, 1e-3
+_LOOK_S = 0.25
 Share = tuple[int, str]
 """A stage and the slot of a parameter."""
 
@@ -29,7 +32,8 @@ class ProcessExchange:
     """What a rank sends and receives in each step of a pipeline that is one cut and one schedule.
 
     All ranks of the pipeline make theirs at the same time; `global_ranks` says which ranks of the job they are (all of
-    them, if it is left out). Whatever happens to one of them ends all of them, and those of other pipelines of the job
+    them, if it is left out). `small` is the cut for micro-batches from number `num_large` on, which have a row less, if
+    there are such. Whatever happens to one of them ends all of them, and those of other pipelines of the job
     that were made alike: then every method raises `PipelineError`, and a new exchange has to be made.
     """
 
@@ -40,6 +44,8 @@ class ProcessExchange:
         rank: int,
         global_ranks: Sequence[int] | None = None,
         timeout_s: float = TIMEOUT_S,
+        small: CutGraph | None = None,
+        num_large: int = 0,
     ) -> None:
         traffic = messages(cut, schedule)
         shares = share_messages(cut, schedule)
@@ -47,12 +53,11 @@ class ProcessExchange:
         self._global_ranks = list(range(schedule.num_ranks)) if global_ranks is None else list(global_ranks)
         store = self._own_store()
         ends = [(message.source, message.target) for message in (*traffic.messages, *shares)]
-        device = _device_of(cut, traffic.messages)
         room = ",".join(map(str, self._global_ranks))
-        self._links = Links.connect(PrefixStore(room, store), ends, rank, self._global_ranks, device, timeout_s)
+        self._links = Links.connect(PrefixStore(room, store), ends, rank, self._global_ranks, cut.device, timeout_s)
         self._messages = traffic.messages
         self._plan = traffic.ranks[rank]
-        self._routes = self._make_routes(cut)
+        self._routes = self._make_routes(lambda number: cut if small is None or number < num_large else small)
         self._shares = [(message, *self._share_route(cut, message)) for message in shares if self._concerns(message)]
         sent = {number for numbers in self._plan.sends for number in numbers}
         self._sent_last = sorted(sent.difference(*self._plan.settled))
@@ -117,6 +122,23 @@ class ProcessExchange:
         self._watch.is_on = False
         return found
 
+    def wait_for(self, work: Any) -> None:
+        """Wait for a collective of this rank with ranks of other pipelines; a failure anywhere ends the wait."""
+        pause_s = _FIRST_PAUSE_S
+        next_look = time.monotonic() + _LOOK_S
+        while not work.is_completed():
+            time.sleep(pause_s)
+            pause_s = min(2 * pause_s, _LAST_PAUSE_S)
+            if time.monotonic() > next_look:
+                self._raise_if_heard()
+                next_look = time.monotonic() + _LOOK_S
+        try:
+            work.wait()
+        except RuntimeError as error:
+            self._raise_if_heard()
+            self.fail(None, error)
+            raise PipelineError(f"gradients could not be averaged over replicas: {plain(error)}") from error
+
     def fail(self, action: Action | None, error: BaseException) -> None:
         """Tell all other ranks that this one failed, unless it is told so by them; the exchange is of no use then."""
         if self._failure is None:
@@ -135,15 +157,16 @@ class ProcessExchange:
         number = store.add(f"wholestep/pipeline/count/{dist.get_rank()}", 1)
         return PrefixStore(f"wholestep/pipeline/{number}", store)
 
-    def _make_routes(self, cut: CutGraph) -> list[Any]:
-        """By number: link and parcel of each message of this rank. Micro-batches share their parcels."""
-        parcels: dict[tuple[int, tuple[str, ...]], Parcel] = {}
+    def _make_routes(self, cut_for: Callable[[int], CutGraph]) -> list[Any]:
+        """By number: link and parcel of each message of this rank. Micro-batches of one size share their parcels."""
+        parcels: dict[Any, Parcel] = {}
         routes: list[tuple[Link, Parcel] | None] = []
         for message in self._messages:
             if not self._concerns(message):
                 routes.append(None)
                 continue
-            key = message.stage, message.names
+            cut = cut_for(message.micro_batch)
+            key = id(cut), message.stage, message.names
             if key not in parcels:
                 fakes = cut.stages[message.stage].fakes
                 parcels[key] = Parcel({name: Form.of(fakes[name]) for name in message.names}, self._links.wire)
@@ -188,6 +211,9 @@ class ProcessExchange:
         if self._links.wire.type != "cuda":
             return
         torch.cuda.current_stream(self._links.wire).synchronize()
+        self._raise_if_heard()
+
+    def _raise_if_heard(self) -> None:
         text = self._alarm.heard()
         if text is not None:
             self._break(text)
@@ -228,12 +254,6 @@ class ProcessExchange:
     def _require_usable(self) -> None:
         if self._failure is not None:
             raise PipelineError(f"this pipeline cannot be used any more; make a new one: {self._failure}")
-
-
-def _device_of(cut: CutGraph, found: Sequence[Message]) -> torch.device:
-    """Where values that travel are; a GPU if any of them is on one."""
-    devices = {cut.stages[message.stage].fakes[name].device for message in found for name in message.names}
-    return next((device for device in devices if device.type == "cuda"), torch.device("cpu"))
 
 
 def sum_shares(cut: CutGraph, runners: Mapping[int, StageRunner], exchange: ProcessExchange) -> dict[str, torch.Tensor]:

@@ -5,9 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import torch
+
 from wholestep.pipe.cut import CutGraph
 from wholestep.pipe.schedule import Action, Schedule
 from wholestep.pipe.validate import checked_order
+from wholestep.runtime.pipeline.clock import Clock
 from wholestep.runtime.pipeline.messages import Traffic, messages
 from wholestep.runtime.pipeline.programs import StageRunner
 from wholestep.runtime.pipeline.rank import RankRun
@@ -39,16 +42,38 @@ class Mailbox:
 class LocalRun:
     """A pipeline in one process, ready to run step after step."""
 
-    def __init__(self, cut: CutGraph, schedule: Schedule, runners: Sequence[StageRunner], seed: int = 0) -> None:
+    def __init__(
+        self,
+        cut: CutGraph,
+        schedule: Schedule,
+        runners: Sequence[StageRunner],
+        seed: int = 0,
+        clock: Clock | None = None,
+        num_large: int | None = None,
+    ) -> None:
         traffic = messages(cut, schedule)
         by_stage = dict(enumerate(runners))
         self._mail: dict[int, dict[str, Any]] = {}
         self._order = [rank for rank, _ in checked_order(schedule)]
         self._ranks = [
-            RankRun(cut, schedule, rank, by_stage, Mailbox(traffic, rank, self._mail), seed)
+            RankRun(
+                cut,
+                schedule,
+                rank,
+                by_stage,
+                Mailbox(traffic, rank, self._mail),
+                seed,
+                clock=clock,
+                num_large=num_large,
+            )
             for rank in range(schedule.num_ranks)
         ]
 
+    def spans(self) -> list[list[tuple[Action, float, float]]]:
+        """When the actions of each rank ran in the last step, in seconds of the process's clock."""
+        return [rank.spans() for rank in self._ranks]
+
+    @torch.no_grad()
     def run(self, micro_batches: Sequence[list[Any]], step: int = 0) -> list[dict[int, Any]]:
         """Run a step of all ranks; returns what it returns for each micro-batch, by position."""
         self._mail.clear()

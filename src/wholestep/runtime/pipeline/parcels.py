@@ -11,6 +11,8 @@ import torch
 
 _ALIGNMENT = 16
 """A view of bytes as another type starts at a multiple of its size; no type is larger."""
+_PLAIN = {torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.uint8}
+"""Types that every backend sends; others travel as bytes."""
 
 
 class Form(NamedTuple):
@@ -54,12 +56,20 @@ class _Item:
         end = begin + math.prod(core) * form.dtype.itemsize
         return _Item(name, form, core, begin, end, _is_dense(core, form.stride))
 
-    def to_bytes(self, value: Any) -> torch.Tensor:
+    def _checked(self, value: Any) -> torch.Tensor:
         assert isinstance(value, torch.Tensor), f"{self.name} is no tensor"
-        shape, stride, dtype, _ = self.form
+        shape, _, dtype, _ = self.form
         assert value.shape == shape, f"{self.name} has shape {tuple(value.shape)}, not {shape}"
         assert value.dtype is dtype, f"{self.name} has type {value.dtype}, not {dtype}"
-        value = value.detach().resolve_conj().resolve_neg()
+        return value
+
+    def contiguous(self, value: Any) -> torch.Tensor:
+        """The tensor itself, row by row."""
+        return self._checked(value).detach().resolve_neg().contiguous()
+
+    def to_bytes(self, value: Any) -> torch.Tensor:
+        shape, stride, dtype, _ = self.form
+        value = self._checked(value).detach().resolve_conj().resolve_neg()
         if self.core != shape:
             value = value[tuple(slice(0, size) for size in self.core)]
         if not self.is_dense:
@@ -90,12 +100,18 @@ class Parcel:
         self._items: Sequence[_Item] = items
         self.num_bytes = max(1, end)  # nothing at all is hard to send
         self._is_bare = len(items) == 1 and end > 0
+        self._as_it_is = items[0] if self._is_bare and _is_plain(items[0].form, wire) else None
 
     def empty(self) -> torch.Tensor:
+        """Room for a parcel to arrive in."""
+        if self._as_it_is is not None:
+            return torch.empty(self._as_it_is.form.shape, dtype=self._as_it_is.form.dtype, device=self._wire)
         return torch.empty(self.num_bytes, dtype=torch.uint8, device=self._wire)
 
     def pack(self, values: Mapping[str, Any]) -> torch.Tensor:
         """The bytes of all tensors; those of a single one are its own memory where that has the right layout."""
+        if self._as_it_is is not None:
+            return self._as_it_is.contiguous(values[self._as_it_is.name])
         if self._is_bare:
             item = self._items[0]
             return item.to_bytes(values[item.name]).to(self._wire)
@@ -106,10 +122,18 @@ class Parcel:
 
     def unpack(self, buffer: torch.Tensor) -> list[tuple[str, torch.Tensor]]:
         """Names and tensors, which lie in the buffer where that has the right layout."""
+        if self._as_it_is is not None:
+            return [(self._as_it_is.name, buffer)]
         if self._is_bare:
             item = self._items[0]
             return [(item.name, item.from_bytes(buffer))]
         return [(item.name, item.from_bytes(buffer[item.begin : item.end])) for item in self._items]
+
+
+def _is_plain(form: Form, wire: torch.device) -> bool:
+    """Whether a backend takes such a tensor as it is: row by row, of a common type, where the wire begins."""
+    is_by_rows = form.stride == torch.empty(form.shape, device="meta").stride()
+    return is_by_rows and form.dtype in _PLAIN and form.device == wire
 
 
 def _is_dense(shape: Sequence[int], stride: Sequence[int]) -> bool:

@@ -5,12 +5,13 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Literal
 
 import torch
 from torch import nn
+from torch.optim import Optimizer
 
 from wholestep.capture import Capture, capture, tree
 from wholestep.errors import PipelineError
@@ -18,17 +19,19 @@ from wholestep.graph import SlotKind, StepGraph
 from wholestep.lower import Decompose, Lower, Masks
 from wholestep.passes import LossGradient, Pipeline, run_passes
 from wholestep.passes.reinplace import Reinplace
-from wholestep.pipe import FAMILIES, Kind, Schedule, SplitPlan, build_schedule, plan_split, validate
+from wholestep.pipe import FAMILIES, Kind, Schedule, SplitPlan, Timeline, build_schedule, plan_split, validate
 from wholestep.pipe.borders import Points, Policy
 from wholestep.pipe.cut import CutGraph, cut
-from wholestep.pipe.follow import borders_like, check_slots
+from wholestep.pipe.follow import borders_like, check_slots, is_like
+from wholestep.pipe.placement import forward_calls
 from wholestep.pipe.schedules import forward_only
 from wholestep.remat import StepBudget, fit_lowered_step, fit_step
-from wholestep.runtime.pipeline.batches import MicroBatches, joined, split_batch
+from wholestep.runtime.pipeline.batches import MicroBatches, joined, mean, split_batch
 from wholestep.runtime.pipeline.draws import number_draws
 from wholestep.runtime.pipeline.losses import LossFunction, loss_of
 from wholestep.runtime.pipeline.processes import Processes, require_agreement, share_model
-from wholestep.runtime.pipeline.runs import LocalPipeline, PipelineRank
+from wholestep.runtime.pipeline.runs import Graphs, LocalPipeline, PipelineRank
+from wholestep.runtime.pipeline.update import clip_gradients, compiled_update
 
 logger = logging.getLogger(__name__)
 
@@ -53,14 +56,20 @@ class PipeOptions:
     memory_budget: StepBudget | None = None
     lower: str = "none"
     seed: int = 0
+    optimizer: Optimizer | None = None
+    max_grad_norm: float | None = None
 
 
 @dataclass(frozen=True)
 class PipeResult:
-    """What a step came to, as far as this rank has it: the mean loss, and the model's output if it was asked for."""
+    """What a step came to, as far as this rank has it: the mean loss, and the model's output if it was asked for.
+
+    `grad_norm` is the norm of all gradients before they were clipped, on every rank, if they were.
+    """
 
     loss: torch.Tensor | None
     output: Any = None
+    grad_norm: torch.Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -76,8 +85,7 @@ class _Kind:
 class _Compiled:
     """A step for micro-batches of one kind."""
 
-    capture: Capture
-    cut: CutGraph
+    graphs: Graphs
     plan: SplitPlan | None
     schedule: Schedule
     run: LocalPipeline | PipelineRank
@@ -87,8 +95,9 @@ class Pipe:
     """A model that trains in stages; what `wholestep.pipeline` returns.
 
     `step` runs forward and backward of a batch, in micro-batches and in the order of the schedule, and leaves gradients
-    on the parameters of this rank's stages, added to what is there, like `backward()` does. The model itself stays as
-    it is. Micro-batches of another shape, dtype or mode than before are captured anew.
+    on the parameters of this rank's stages, added to what is there, like `backward()` does. With an optimizer it also
+    updates them, and clears the gradients. The model itself stays as it is. Micro-batches of another shape, dtype or
+    mode than before are captured anew.
     """
 
     def __init__(self, model: nn.Module, options: PipeOptions) -> None:
@@ -98,13 +107,33 @@ class Pipe:
         self._current: _Compiled | None = None
         self._num_steps = 0
         self._processes: Processes | None = None
+        self._update = compiled_update(options.lower)
 
     def step(self, *args: Any, target: Any = None, **kwargs: Any) -> PipeResult:
         """Forward and backward of one batch: `loss_fn(model(*args, **kwargs), target)`, averaged over its rows."""
         result = self._run((args, kwargs, target), is_training=True)
         self._num_steps += 1
         self._leave_gradients(self._require_current().run.gradients())
+        if self.options.max_grad_norm is not None:
+            result = replace(result, grad_norm=self.clip_grad_norm_(self.options.max_grad_norm))
+        if self.options.optimizer is not None:
+            self._update(self.model, self.options.optimizer)
         return result
+
+    def clip_grad_norm_(self, max_norm: float) -> torch.Tensor:
+        """Scale gradients down if their norm over the whole model is above `max_norm`; returns that norm.
+
+        To be called by all ranks, after `step`. With `torch.nn.utils.clip_grad_norm_` each rank would take the norm of
+        its own stages only.
+        """
+        current = self._require_current()
+        own = dict(self.named_parameters())
+        counted = [parameter for name, parameter in own.items() if current.run.counts(f"{_PARAM}{name}")]
+        return clip_gradients(own.values(), counted, max_norm, self._processes, current.graphs.cut.device)
+
+    def measured(self) -> Timeline:
+        """When each action of the last step ran, on all ranks of this pipeline; all ranks of the job call it."""
+        return self._require_current().run.timeline()
 
     def evaluate(self, *args: Any, target: Any = None, **kwargs: Any) -> PipeResult:
         """The forward of one batch, without gradients, with the model in the mode it is in (`model.eval()`)."""
@@ -122,9 +151,12 @@ class Pipe:
         compiled = self._compiled_for(batches, kind)
         if is_training:
             self._current = compiled
-        scale = torch.tensor(batches.share)
-        leaves = [tree.flatten(((self.model, *one, scale), {}))[0] for one in batches.arguments]
-        return _result(compiled, compiled.run.run(leaves, self._num_steps), leaves, batches.size)
+        scales = torch.tensor(batches.shares, dtype=torch.float64).unbind()
+        leaves = [
+            tree.flatten(((self.model, *one, scale), {}))[0]
+            for one, scale in zip(batches.arguments, scales, strict=True)
+        ]
+        return _result(compiled, compiled.run.run(leaves, self._num_steps), leaves, batches)
 
     @property
     def schedule(self) -> Schedule:
@@ -134,7 +166,7 @@ class Pipe:
     @property
     def cut(self) -> CutGraph:
         """The stages, as of the last step."""
-        return self._require_current().cut
+        return self._require_current().graphs.cut
 
     @property
     def plan(self) -> SplitPlan:
@@ -148,13 +180,36 @@ class Pipe:
         own = {slot.removeprefix(_PARAM) for slot in self._require_current().run.slots}
         return ((name, parameter) for name, parameter in self.model.named_parameters() if name in own)
 
+    @property
+    def num_steps(self) -> int:
+        """How many steps were made; random numbers depend on it, so a run that is resumed has to count on from it."""
+        return self._num_steps
+
+    @num_steps.setter
+    def num_steps(self, value: int) -> None:
+        self._num_steps = value
+
+    def names_elsewhere(self) -> frozenset[str]:
+        """Names, in the model's state dict, of what only stages of other ranks change. Empty before the first step."""
+        if self._current is None:
+            return frozenset()
+        everywhere = {slot for stage in self.cut.stages for slot in stage.slots}
+        names = {slot.partition(".")[2] for slot in everywhere.difference(self._current.run.slots)}
+        tensors = [
+            *self.model.named_parameters(remove_duplicate=False),
+            *self.model.named_buffers(remove_duplicate=False),
+        ]
+        elsewhere = {id(tensor) for name, tensor in tensors if name in names}
+        return frozenset(name for name, tensor in tensors if id(tensor) in elsewhere)
+
     def _require_current(self) -> _Compiled:
         if self._current is None:
             raise PipelineError("this pipeline has not run yet; its stages exist after the first step")
         return self._current
 
     def _compiled_for(self, batches: MicroBatches, kind: _Kind) -> _Compiled:
-        key = (kind, _signature(self.model, batches.arguments[0]))
+        smallest = () if batches.num_large == len(batches.sizes) else _signature(self.model, batches.arguments[-1])
+        key = (kind, batches.num_large, _signature(self.model, batches.arguments[0]), smallest)
         if key not in self._compiled:
             started = time.perf_counter()
             self._compiled[key] = self._compile(batches, kind)
@@ -162,36 +217,58 @@ class Pipe:
         return self._compiled[key]
 
     def _compile(self, batches: MicroBatches, kind: _Kind) -> _Compiled:
-        captured = self._capture(batches, kind)
-        graph = run_passes(captured.graph, _PASSES)
-        number_draws(graph)
-        graph = self._rewritten(graph, kind)
+        captured, graph = self._captured(batches.arguments[0], batches.shares[0], kind)
         found, plan = self._cut(captured, graph, kind)
+        graphs = Graphs(captured, found, batches.num_large, self._small_cut(batches, found, plan, kind))
         if self.options.lower == "inductor":
-            _lower_programs(found)
+            for one in graphs.cuts:
+                _lower_programs(one)
         schedule = self._schedule(len(found.stages), kind)
-        run = self._runner(captured, found, schedule, kind)
+        run = self._runner(graphs, schedule, kind)
         if kind.is_training:
             self._forget_evaluations()
-        return _Compiled(captured, found, plan, schedule, run)
+        return _Compiled(graphs, plan, schedule, run)
+
+    def _small_cut(
+        self, batches: MicroBatches, large: CutGraph, plan: SplitPlan | None, kind: _Kind
+    ) -> tuple[Capture, CutGraph] | None:
+        """The same stages for micro-batches with a row less, if there are such."""
+        if batches.num_large == len(batches.sizes):
+            return None
+        captured, graph = self._captured(batches.arguments[-1], batches.shares[-1], kind)
+        borders = borders_like(graph, large) if plan is None else plan.borders
+        num_calls = len(forward_calls(graph))
+        if plan is None or num_calls == plan.num_calls:
+            small = cut(graph, borders, shared=self.options.shared)
+            if is_like(small, large):
+                return captured, small
+        raise PipelineError(
+            f"micro-batches of {batches.sizes[0]} and of {batches.sizes[-1]} rows do not run through the same ops; "
+            f"give a batch whose rows are a multiple of {len(batches.sizes)}"
+        )
+
+    def _captured(self, arguments: Any, share: float, kind: _Kind) -> tuple[Capture, StepGraph]:
+        """One micro-batch as it was captured, and as it will be cut."""
+        captured = self._capture(arguments, share, kind)
+        graph = run_passes(captured.graph, _PASSES)
+        number_draws(graph)
+        return captured, self._rewritten(graph, kind)
 
     def _forget_evaluations(self) -> None:
         """Earlier ones may have been cut elsewhere."""
         for key in [key for key in self._compiled if not key[0].is_training]:
             self._compiled.pop(key).run.close()
 
-    def _runner(
-        self, captured: Capture, found: CutGraph, schedule: Schedule, kind: _Kind
-    ) -> LocalPipeline | PipelineRank:
+    def _runner(self, graphs: Graphs, schedule: Schedule, kind: _Kind) -> LocalPipeline | PipelineRank:
         """Over the processes of the job, if there are several; a plain call stays in this one."""
         if kind.has_loss and self._processes is None:
             self._processes = Processes.of(schedule.num_ranks)
             if self._processes is not None:
                 share_model(self.model)
         if self._processes is None or not kind.has_loss:
-            return LocalPipeline(captured, found, schedule, self.options.seed)
-        require_agreement(found, schedule)
-        return PipelineRank(captured, found, schedule, self.options.seed, self._processes)
+            return LocalPipeline(graphs, schedule, self.options.seed)
+        require_agreement(graphs.cut, schedule)
+        return PipelineRank(graphs, schedule, self.options.seed, self._processes)
 
     def _rewritten(self, graph: StepGraph, kind: _Kind) -> StepGraph:
         """What is kept for the backward, and ops as Inductor likes them: decided for the model, not for each stage."""
@@ -212,7 +289,7 @@ class Pipe:
         """Stages where the plan wants them, or, once there are stages for training, the same ones."""
         options = self.options
         if not kind.is_training and self._current is not None:
-            trained = self._current.cut
+            trained = self._current.graphs.cut
             found = cut(graph, borders_like(graph, trained), shared=options.shared)
             check_slots(found, trained)
             return found, None
@@ -246,26 +323,27 @@ class Pipe:
             )
         return build_schedule(chosen, num_ranks, num_micro_batches, stages_per_rank=per_rank)
 
-    def _capture(self, batches: MicroBatches, kind: _Kind) -> Capture:
+    def _capture(self, arguments: Any, share: float, kind: _Kind) -> Capture:
         """The graph of one micro-batch, with gradients that begin with it."""
-        options = self.options
+        # The optimizer among the options is no part of the step, which is everything that it can reach.
+        loss_fn, where = self.options.loss_fn, self.options.loss
+        is_returned = self.options.returns_output or not kind.has_loss
 
         def micro_step(
             model: nn.Module, args: Any, kwargs: Mapping[str, Any], target: Any, scale: torch.Tensor
         ) -> tuple[torch.Tensor | None, Any]:
             with torch.set_grad_enabled(kind.is_training):
                 output = model(*args, **kwargs)
-                loss = loss_of(output, target, options.loss_fn, options.loss) if kind.has_loss else None
+                loss = loss_of(output, target, loss_fn, where) if kind.has_loss else None
             if loss is not None and kind.is_training:
-                (loss * scale).backward()
-            is_returned = options.returns_output or not kind.has_loss
+                (loss * scale.to(loss.dtype)).backward()
             return loss if loss is None else loss.detach(), output if is_returned else None
 
         gradients = {parameter: parameter.grad for parameter in self.model.parameters()}
         for parameter in gradients:
             parameter.grad = None
         try:
-            return capture(micro_step, (self.model, *batches.arguments[0], torch.tensor(batches.share)), {})
+            return capture(micro_step, (self.model, *arguments, torch.tensor(share, dtype=torch.float64)), {})
         finally:
             for parameter, gradient in gradients.items():
                 parameter.grad = gradient
@@ -303,17 +381,19 @@ def _kind(leaf: Any) -> Any:
     return type(leaf), leaf
 
 
-def _result(compiled: _Compiled, outputs: list[dict[int, Any]], leaves: list[list[Any]], size: int) -> PipeResult:
+def _result(
+    compiled: _Compiled, outputs: list[dict[int, Any]], leaves: list[list[Any]], batches: MicroBatches
+) -> PipeResult:
     """Losses and outputs of micro-batches as those of the batch; None for what other ranks have."""
-    num_outputs = compiled.cut.num_outputs
+    num_outputs = compiled.graphs.cut.num_outputs
     parts = [
-        compiled.capture.outputs.fill(tuple(one.get(index) for index in range(num_outputs)), own)
+        compiled.graphs.captured.outputs.fill(tuple(one.get(index) for index in range(num_outputs)), own)
         for one, own in zip(outputs, leaves, strict=True)
     ]
     losses = [loss for loss, _ in parts if loss is not None]
-    loss = torch.stack(losses).mean() if losses else None
+    loss = mean(losses, batches) if losses else None
     flat = [tree.flatten(output) for _, output in parts]
     if flat[0][0] == [None] or not flat[0][0]:
         return PipeResult(loss)
-    merged = iter([joined(column, size) for column in zip(*(values for values, _ in flat), strict=True)])
-    return PipeResult(loss, tree.map_leaves(lambda _: next(merged), parts[0][1]))
+    merged = [joined(column, batches) for column in zip(*(values for values, _ in flat), strict=True)]
+    return PipeResult(loss, tree.fill(parts[0][1], merged))

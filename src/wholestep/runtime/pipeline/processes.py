@@ -9,7 +9,6 @@ Ranks of a job stand in rows: one row for each replica of the pipeline, one colu
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -51,16 +50,6 @@ class Processes:
             equals = group if column == rank else equals
         first = replica * num_ranks
         return Processes(rank, tuple(range(first, first + num_ranks)), equals, num_replicas)
-
-    def average(self, gradients: Mapping[str, torch.Tensor]) -> None:
-        """Average gradients over the replicas, in place."""
-        if self.num_replicas == 1:
-            return
-        works = [dist.all_reduce(value, group=self.equals, async_op=True) for value in gradients.values()]
-        for work, value in zip(works, gradients.values(), strict=True):
-            assert work is not None
-            work.wait()
-            value /= self.num_replicas
 
 
 def share_model(model: nn.Module) -> None:

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+import torch
+
 from wholestep.errors import PipelineError
 from wholestep.pipe.cut import CutGraph
-from wholestep.pipe.schedule import Action, Schedule
+from wholestep.pipe.schedule import Action, Kind, Schedule
+from wholestep.runtime.pipeline.clock import Clock, HostClock
 from wholestep.runtime.pipeline.draws import seed_of
 from wholestep.runtime.pipeline.programs import StageRunner
 
@@ -42,7 +45,8 @@ class _Task:
     """An action and all that can be said about it before a step.
 
     `kept` are values that it makes and a later action of the rank reads, `dropped` those that it is the last to read,
-    `returned` those that the step returns, by position.
+    `returned` those that the step returns, by position. An action `completes` its stage if it is the last that adds to
+    the stage's gradients; `is_small` tells that its micro-batch has a row less than the first.
     """
 
     action: Action
@@ -50,13 +54,18 @@ class _Task:
     kept: tuple[str, ...]
     dropped: tuple[str, ...]
     returned: tuple[tuple[int, str], ...]
+    completes: bool
+    is_small: bool
+    draws: bool
 
 
 class RankRun:
     """Runs a rank's part of a schedule, step by step.
 
     A value is kept until the last action of this rank that reads it has run. If an action raises, the other ranks are
-    told, and the error is raised with a note that says where it happened.
+    told, and the error is raised with a note that says where it happened. `on_gradients` is called with a stage as soon
+    as nothing is added to its gradients any more; the rank may have other stages to go on with. Micro-batches from
+    number `num_large` on have a row less than the others.
     """
 
     def __init__(
@@ -67,16 +76,24 @@ class RankRun:
         runners: Mapping[int, StageRunner],
         exchange: Exchange,
         seed: int = 0,
+        on_gradients: Callable[[int], None] | None = None,
+        clock: Clock | None = None,
+        num_large: int | None = None,
     ) -> None:
         self.runners = {stage: runners[stage] for stage in schedule.stages_of(rank)}
         self.exchange = exchange
         self.seed = seed
         self.outputs: list[dict[int, Any]] = []
-        self._tasks = _tasks(cut, schedule.actions[rank], self.runners)
+        num_large = schedule.num_micro_batches if num_large is None else num_large
+        self._tasks = _tasks(cut, schedule.actions[rank], self.runners, num_large)
+        self._on_gradients = on_gradients
+        self._clock = clock or HostClock()
+        self._marks: list[Any] = [None] * (2 * len(self._tasks))
         self._values: list[dict[str, Any]] = []
         self._micro_batches: Sequence[list[Any]] = ()
         self._step = 0
 
+    @torch.no_grad()
     def run(self, micro_batches: Sequence[list[Any]], step: int = 0) -> list[dict[int, Any]]:
         """Run a step; returns what it returns for each micro-batch, by position, as far as this rank makes it."""
         self.begin(micro_batches, step)
@@ -84,6 +101,12 @@ class RankRun:
             self.advance(position)
         self.end()
         return self.outputs
+
+    def spans(self) -> list[tuple[Action, float, float]]:
+        """When the actions of the last step ran: start and end, in seconds of the process's clock."""
+        seconds = self._clock.seconds(self._marks)
+        pairs = zip(seconds[::2], seconds[1::2], strict=True)
+        return [(task.action, start, end) for task, (start, end) in zip(self._tasks, pairs, strict=True)]
 
     def begin(self, micro_batches: Sequence[list[Any]], step: int) -> None:
         """Get ready for a step over micro-batches, each as the leaves of its arguments."""
@@ -116,13 +139,18 @@ class RankRun:
         action = task.action
         values = self._values[action.micro_batch]
         self.exchange.receive(position, self._values)
-        seed = seed_of(self.seed, self._step, action.micro_batch)
-        made = task.runner.run(action.kind, self._micro_batches[action.micro_batch], values, seed, task.dropped)
+        seed = seed_of(self.seed, self._step, action.micro_batch) if task.draws else 0
+        self._marks[2 * position] = self._clock.mark()
+        leaves = self._micro_batches[action.micro_batch]
+        made = task.runner.run(action.kind, leaves, values, seed, task.dropped, is_small=task.is_small)
+        self._marks[2 * position + 1] = self._clock.mark()
         self.exchange.send(position, made)
         for name in task.kept:
             values[name] = made[name]
         for place, name in task.returned:
             self.outputs[action.micro_batch][place] = made[name]
+        if task.completes and self._on_gradients is not None:
+            self._on_gradients(action.stage)
 
     def _fail(self, action: Action | None, error: BaseException) -> None:
         """Values of a step that nobody will finish are let go: they may be most of the memory."""
@@ -132,9 +160,10 @@ class RankRun:
             error.add_note(f"in {action} (stage {action.stage}, micro-batch {action.micro_batch}) of a pipeline")
 
 
-def _tasks(cut: CutGraph, row: Sequence[Action], runners: Mapping[int, StageRunner]) -> list[_Task]:
+def _tasks(cut: CutGraph, row: Sequence[Action], runners: Mapping[int, StageRunner], num_large: int) -> list[_Task]:
     """Walk backwards: the first read that is met is the last."""
     read: set[tuple[int, str]] = set()
+    complete: set[int] = set()
     tasks: list[_Task] = []
     for action in reversed(row):
         stage = cut.stages[action.stage]
@@ -143,5 +172,8 @@ def _tasks(cut: CutGraph, row: Sequence[Action], runners: Mapping[int, StageRunn
         dropped = tuple(name for name in program.values if (action.micro_batch, name) not in read)
         read |= {(action.micro_batch, name) for name in program.values}
         returned = tuple((place, name) for place, name in stage.returns.items() if name in program.outputs)
-        tasks.append(_Task(action, runners[action.stage], kept, dropped, returned))
+        completes = action.kind in (Kind.BACKWARD, Kind.WEIGHT) and action.stage not in complete
+        complete |= {action.stage} if completes else set()
+        is_small = action.micro_batch >= num_large
+        tasks.append(_Task(action, runners[action.stage], kept, dropped, returned, completes, is_small, program.draws))
     return tasks[::-1]

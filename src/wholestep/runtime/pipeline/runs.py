@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from wholestep.capture import Capture
+from wholestep.graph import SlotKind
 from wholestep.pipe.cut import CutGraph
-from wholestep.pipe.schedule import Schedule
+from wholestep.pipe.schedule import Action, Schedule
+from wholestep.pipe.simulate import Timeline
+from wholestep.runtime.pipeline.averages import Averages
+from wholestep.runtime.pipeline.clock import clock_for, lead_s
 from wholestep.runtime.pipeline.draws import seed_of
 from wholestep.runtime.pipeline.exchange import ProcessExchange, sum_shares
 from wholestep.runtime.pipeline.local import LocalRun
@@ -18,13 +24,41 @@ from wholestep.runtime.pipeline.programs import StageRunner, summed_gradients
 from wholestep.runtime.pipeline.rank import RankRun
 
 
+@dataclass(frozen=True)
+class Graphs:
+    """What there is to run: the stages of a micro-batch, and of one with a row less if rows are not dealt out evenly.
+
+    `num_large` micro-batches come first, the smaller ones behind them.
+    """
+
+    captured: Capture
+    cut: CutGraph
+    num_large: int
+    small: tuple[Capture, CutGraph] | None = None
+
+    def runner(self, stage: int) -> StageRunner:
+        small = None if self.small is None else (self.small[1].stages[stage], self.small[0].bindings)
+        return StageRunner(self.cut.stages[stage], self.captured.bindings, small)
+
+    @property
+    def cuts(self) -> list[CutGraph]:
+        return [self.cut] if self.small is None else [self.cut, self.small[1]]
+
+
 class LocalPipeline:
     """All ranks in one process."""
 
-    def __init__(self, captured: Capture, cut: CutGraph, schedule: Schedule, seed: int) -> None:
-        self._runners = [StageRunner(stage, captured.bindings) for stage in cut.stages]
-        self._run = LocalRun(cut, schedule, self._runners, seed_of(seed, 0))
+    def __init__(self, graphs: Graphs, schedule: Schedule, seed: int) -> None:
+        cut = graphs.cut
+        self._name = schedule.name
+        self._runners = [graphs.runner(stage) for stage in range(len(cut.stages))]
+        clock = clock_for(cut.device)
+        self._run = LocalRun(cut, schedule, self._runners, seed_of(seed, 0), clock, graphs.num_large)
         self.slots = tuple(dict.fromkeys(slot for stage in cut.stages for slot in stage.slots))
+
+    def counts(self, slot: str) -> bool:
+        """Whether this process answers for a parameter where each may count once."""
+        return slot in self.slots
 
     def run(self, micro_batches: Sequence[list[Any]], step: int) -> list[dict[int, Any]]:
         """Run a step; returns what it returns for each micro-batch, by position."""
@@ -37,6 +71,10 @@ class LocalPipeline:
             runner.gradients = {}
         return found
 
+    def timeline(self) -> Timeline:
+        """When everything ran in the last step: one action at a time, ranks take turns."""
+        return _measured(self._name, self._run.spans())
+
     def close(self) -> None:
         """There is nothing to close."""
 
@@ -44,15 +82,35 @@ class LocalPipeline:
 class PipelineRank:
     """The part of this process in a job of several."""
 
-    def __init__(self, captured: Capture, cut: CutGraph, schedule: Schedule, seed: int, processes: Processes) -> None:
+    def __init__(self, graphs: Graphs, schedule: Schedule, seed: int, processes: Processes) -> None:
+        cut = graphs.cut
         own = schedule.stages_of(processes.rank)
         self._cut = cut
+        self._name = schedule.name
         self._processes = processes
-        self._runners = {stage: StageRunner(cut.stages[stage], captured.bindings) for stage in own}
-        self._exchange = ProcessExchange(cut, schedule, processes.rank, processes.pipeline)
+        self._runners = {stage: graphs.runner(stage) for stage in own}
+        self._exchange = ProcessExchange(
+            cut, schedule, processes.rank, processes.pipeline, small=graphs.cuts[-1], num_large=graphs.num_large
+        )
+        self._averages = Averages(processes.equals, processes.num_replicas, self._exchange.wait_for)
         replica = processes.pipeline[0] // len(processes.pipeline)  # each draws masks of its own
-        self._run = RankRun(cut, schedule, processes.rank, self._runners, self._exchange, seed_of(seed, replica))
+        self._run = RankRun(
+            cut,
+            schedule,
+            processes.rank,
+            self._runners,
+            self._exchange,
+            seed_of(seed, replica),
+            self._start_averages,
+            clock_for(cut.device),
+            graphs.num_large,
+        )
         self.slots = tuple(dict.fromkeys(slot for stage in own for slot in cut.stages[stage].slots))
+
+    def counts(self, slot: str) -> bool:
+        """Whether this rank answers for a parameter where each may count once: it has the first of its stages."""
+        holders = self._cut.holders.get(slot)
+        return holders is not None and holders[0] in self._runners
 
     def run(self, micro_batches: Sequence[list[Any]], step: int) -> list[dict[int, Any]]:
         """Run a step; returns what this rank's stages return for each micro-batch, by position."""
@@ -63,9 +121,32 @@ class PipelineRank:
         found = sum_shares(self._cut, self._runners, self._exchange)
         for runner in self._runners.values():
             runner.gradients = {}
-        self._processes.average(found)
+        self._averages.start(found, [name for name in found if self._is_shared(f"{SlotKind.PARAM}.{name}")])
+        self._averages.finish()
         return found
+
+    def timeline(self) -> Timeline:
+        """When everything ran in the last step on all ranks of this pipeline; to be called by all ranks of the job."""
+        lead = lead_s()
+        own = [(action, start - lead, end - lead) for action, start, end in self._run.spans()]
+        found: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(found, [(str(action), start, end) for action, start, end in own])
+        rows = [found[rank] for rank in self._processes.pipeline]
+        return _measured(self._name, [[(Action.from_text(text), *times) for text, *times in row] for row in rows])
+
+    def _start_averages(self, stage: int) -> None:
+        """A stage is done with its gradients: average those that no other stage has a share of."""
+        gradients = self._runners[stage].gradients
+        self._averages.start(gradients, [slot for slot in gradients if not self._is_shared(slot)])
+
+    def _is_shared(self, slot: str) -> bool:
+        return len(self._cut.holders[slot]) > 1
 
     def close(self) -> None:
         """Give connections back; to be called by all ranks."""
         self._exchange.close()
+
+
+def _measured(name: str, rows: Sequence[Sequence[tuple[Action, float, float]]]) -> Timeline:
+    in_ms = [[(action, start * 1e3, end * 1e3) for action, start, end in row] for row in rows]
+    return Timeline.measured(name, in_ms, unit="ms")

@@ -36,10 +36,12 @@ def bits(tensor: Tensor) -> list[int]:
 def delivered(values: dict[str, Tensor], forms: dict[str, Form] | None = None) -> dict[str, Tensor]:
     parcel = Parcel(forms or {name: Form.of(value) for name, value in values.items()}, CPU)
     data = parcel.pack(values)
-    assert data.dtype is torch.uint8
+    arriving = parcel.empty()
     assert data.is_contiguous()
-    assert data.numel() == parcel.num_bytes == parcel.empty().numel()
-    return dict(parcel.unpack(data.clone()))
+    assert arriving.is_contiguous()
+    assert data.nbytes == parcel.num_bytes == arriving.nbytes
+    arriving.reshape(-1).view(torch.uint8).copy_(data.reshape(-1).view(torch.uint8))
+    return dict(parcel.unpack(arriving))
 
 
 def assert_same(found: Tensor, wanted: Tensor, stride: tuple[int, ...] | None = None) -> None:

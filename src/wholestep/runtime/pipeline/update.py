@@ -1,0 +1,45 @@
+"""The optimizer's part of a pipelined step: gradients clipped over all ranks, and the update as one graph."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.optim import Optimizer
+
+from wholestep.runtime.pipeline.processes import Processes
+from wholestep.runtime.runner import StepOptions, StepRunner
+
+
+def update(model: nn.Module, optimizer: Optimizer) -> None:
+    """Apply the gradients that are there, and clear them. Parameters have the names that `model` gives them."""
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def compiled_update(lower: str) -> StepRunner:
+    """`update` as a graph for the parameters that have gradients: those of this rank's stages."""
+    return StepRunner(update, StepOptions(dynamic_batch=False, cross_iteration="none", lower=lower))
+
+
+def clip_gradients(
+    parameters: Iterable[nn.Parameter],
+    counted: Sequence[nn.Parameter],
+    max_norm: float,
+    processes: Processes | None,
+    device: torch.device,
+) -> torch.Tensor:
+    """Scale gradients down if their norm over all ranks is above `max_norm`; returns that norm.
+
+    Of all ranks of a pipeline, one counts a parameter. To be called by all ranks.
+    """
+    gradients = [parameter.grad for parameter in counted if parameter.grad is not None]
+    squared = nn.utils.get_total_norm(gradients).to(device).square()
+    if processes is not None:
+        dist.all_reduce(squared)
+        squared /= processes.num_replicas  # which have all the same gradients
+    norm = squared.sqrt()
+    nn.utils.clip_grads_with_norm_(parameters, max_norm, norm)
+    return norm
