@@ -17,13 +17,12 @@ from wholestep.capture import Capture, capture, tree
 from wholestep.errors import PipelineError
 from wholestep.graph import SlotKind, StepGraph
 from wholestep.lower import Decompose, Lower, Masks
-from wholestep.passes import LossGradient, Pipeline, run_passes
+from wholestep.passes import LossGradient, Pass, Pipeline, run_passes
 from wholestep.passes.reinplace import Reinplace
 from wholestep.pipe import FAMILIES, Kind, Schedule, SplitPlan, Timeline, build_schedule, plan_split, validate
 from wholestep.pipe.borders import Points, Policy
 from wholestep.pipe.cut import CutGraph, cut
 from wholestep.pipe.follow import borders_like, check_slots, is_like
-from wholestep.pipe.placement import forward_calls
 from wholestep.pipe.schedules import forward_only
 from wholestep.remat import StepBudget, fit_lowered_step, fit_step
 from wholestep.runtime.pipeline.batches import MicroBatches, joined, mean, split_batch
@@ -218,8 +217,10 @@ class Pipe:
 
     def _compile(self, batches: MicroBatches, kind: _Kind) -> _Compiled:
         captured, graph = self._captured(batches.arguments[0], batches.shares[0], kind)
-        found, plan = self._cut(captured, graph, kind)
-        graphs = Graphs(captured, found, batches.num_large, self._small_cut(batches, found, plan, kind))
+        remat = self._remat(graph, kind)
+        found, plan = self._cut(captured, run_passes(graph, remat), kind)
+        small = self._small(batches, [node.name for node in graph.calls()], remat, found, plan, kind)
+        graphs = Graphs(captured, found, batches.num_large, small)
         if self.options.lower == "inductor":
             for one in graphs.cuts:
                 _lower_programs(one)
@@ -229,16 +230,22 @@ class Pipe:
             self._forget_evaluations()
         return _Compiled(graphs, plan, schedule, run)
 
-    def _small_cut(
-        self, batches: MicroBatches, large: CutGraph, plan: SplitPlan | None, kind: _Kind
+    def _small(
+        self,
+        batches: MicroBatches,
+        names: list[str],
+        remat: list[Pass],
+        large: CutGraph,
+        plan: SplitPlan | None,
+        kind: _Kind,
     ) -> tuple[Capture, CutGraph] | None:
-        """The same stages for micro-batches with a row less, if there are such."""
+        """The same stages, and the same values kept, for micro-batches with a row less, if there are such."""
         if batches.num_large == len(batches.sizes):
             return None
         captured, graph = self._captured(batches.arguments[-1], batches.shares[-1], kind)
-        borders = borders_like(graph, large) if plan is None else plan.borders
-        num_calls = len(forward_calls(graph))
-        if plan is None or num_calls == plan.num_calls:
+        if [node.name for node in graph.calls()] == names:
+            graph = run_passes(graph, remat)
+            borders = borders_like(graph, large) if plan is None else plan.borders
             small = cut(graph, borders, shared=self.options.shared)
             if is_like(small, large):
                 return captured, small
@@ -248,11 +255,23 @@ class Pipe:
         )
 
     def _captured(self, arguments: Any, share: float, kind: _Kind) -> tuple[Capture, StepGraph]:
-        """One micro-batch as it was captured, and as it will be cut."""
+        """One micro-batch as it was captured, and with ops as those who run it like them."""
         captured = self._capture(arguments, share, kind)
         graph = run_passes(captured.graph, _PASSES)
         number_draws(graph)
-        return captured, self._rewritten(graph, kind)
+        is_lowered = self.options.lower == "inductor"
+        return captured, run_passes(graph, [LossGradient(), Masks(), Decompose()] if is_lowered else [])
+
+    def _remat(self, graph: StepGraph, kind: _Kind) -> list[Pass]:
+        """What is kept for the backward: decided for the model, not for each stage."""
+        budget = self.options.memory_budget
+        if not kind.is_training:
+            return []
+        if self.options.lower == "inductor":
+            return [fit_lowered_step(graph, budget)[0]]
+        if budget is not None:
+            return [fit_step(graph, budget, partial(run_passes, passes=[Reinplace()]))[0]]
+        return []
 
     def _forget_evaluations(self) -> None:
         """Earlier ones may have been cut elsewhere."""
@@ -269,21 +288,6 @@ class Pipe:
             return LocalPipeline(graphs, schedule, self.options.seed)
         require_agreement(graphs.cut, schedule)
         return PipelineRank(graphs, schedule, self.options.seed, self._processes)
-
-    def _rewritten(self, graph: StepGraph, kind: _Kind) -> StepGraph:
-        """What is kept for the backward, and ops as Inductor likes them: decided for the model, not for each stage."""
-        is_lowered = self.options.lower == "inductor"
-        if is_lowered:
-            graph = run_passes(graph, [LossGradient(), Masks(), Decompose()])
-        if not kind.is_training:
-            return graph
-        if is_lowered:
-            remat, _ = fit_lowered_step(graph, self.options.memory_budget)
-            return run_passes(graph, [remat])
-        if self.options.memory_budget is not None:
-            remat, _, _ = fit_step(graph, self.options.memory_budget, partial(run_passes, passes=[Reinplace()]))
-            return run_passes(graph, [remat])
-        return graph
 
     def _cut(self, captured: Capture, graph: StepGraph, kind: _Kind) -> tuple[CutGraph, SplitPlan | None]:
         """Stages where the plan wants them, or, once there are stages for training, the same ones."""

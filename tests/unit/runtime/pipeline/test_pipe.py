@@ -101,7 +101,11 @@ def test_five_steps_are_eagers(schedule: str, num_stages: int, stages_per_rank: 
     assert len(pipe.schedule.actions) == num_stages // stages_per_rank
 
 
-@pytest.mark.parametrize("options", [{}, {"schedule": "zbv", "num_stages": 4, "stages_per_rank": 2}])
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"schedule": "zbv", "num_stages": 4, "stages_per_rank": 2}, {"memory_budget": StepBudget.of(0.0)}],
+    ids=["1f1b", "zbv", "budget"],
+)
 def test_uneven_micro_batches_weigh_what_they_have(options: dict[str, Any]) -> None:
     """Batches of many sizes, even and uneven: each micro-batch counts with its rows, in training and evaluation."""
     torch.manual_seed(0)
