@@ -1,9 +1,10 @@
-"""One-way connections between the ranks of a pipeline.
+"""Connections between the ranks of a pipeline.
 
-Each pair of ranks has a connection of its own for each direction in which values travel, because NCCL does what one
-connection is asked for strictly in order, on both sides alike: a rank that has posted a receive could not send before
-it is served. They are made apart from the job's process groups, so that closing them, which is how a rank that failed
-wakes its neighbours, hurts nobody else.
+They are made apart from the job's process groups, so that closing them, which is how a rank that failed wakes its
+neighbours, hurts nobody else. Gloo matches messages of two ranks by direction: one group serves all of them, with one
+thread of its own. NCCL does what a connection is asked for strictly in order, on both sides alike, and a rank that has
+posted a receive could not send before it is served: each pair of ranks has a connection for each direction in which
+values travel.
 """
 
 from __future__ import annotations
@@ -21,23 +22,22 @@ from torch.distributed import PrefixStore, Store  # pyright: ignore[reportPrivat
 from wholestep.errors import PipelineError
 
 _UNUSED_TAG = 0xC105E
-_SOURCE, _TARGET = 0, 1
 
 
 @dataclass(frozen=True)
 class Link:
-    """One end of a connection; the messages that are sent into it come out in the same order."""
+    """One end of a one-way connection; the messages that are sent into it come out in the same order."""
 
     backend: Any
-    is_sender: bool
+    peer: int
 
     def send(self, data: torch.Tensor) -> Any:
         """Start to send; `wait` of what is returned comes back when the memory may be used again."""
-        return self.backend.send([data], _TARGET, 0)
+        return self.backend.send([data], self.peer, 0)
 
     def receive(self, buffer: torch.Tensor) -> Any:
         """Post a receive; `wait` of what is returned comes back when the buffer is full."""
-        return self.backend.recv([buffer], _SOURCE, 0)
+        return self.backend.recv([buffer], self.peer, 0)
 
     def abort(self) -> None:
         """Close the connection now; whoever waits at one of its ends is woken with an error."""
@@ -46,9 +46,8 @@ class Link:
                 self.backend.abort()
                 return
             # Gloo closes a connection, and only then, when somebody has waited for too long.
-            peer = _TARGET if self.is_sender else _SOURCE
             nothing = torch.empty(1, dtype=torch.uint8)
-            self.backend.recv([nothing], peer, _UNUSED_TAG).wait(timedelta(milliseconds=1))
+            self.backend.recv([nothing], self.peer, _UNUSED_TAG).wait(timedelta(milliseconds=1))
 
 
 @dataclass(frozen=True)
@@ -69,18 +68,17 @@ class Links:
     ) -> Links:
         """Connect all pairs; every rank gets the same ones and meets its peers in the same order."""
         uses_nccl = device.type == "cuda" and "nccl" in dist.get_backend_config()
-        wire = device if uses_nccl else torch.device("cpu")
+        own = [pair for pair in sorted(set(ends)) if rank in pair]
+        if not uses_nccl:
+            return Links(_by_gloo(store, own, rank, global_ranks, timeout_s), torch.device("cpu"))
         found: dict[tuple[int, int], Link] = {}
-        for source, target in sorted(set(ends)):
-            if rank not in (source, target):
-                continue
-            prefixed = PrefixStore(f"{source}-{target}", store)
+        for source, target in own:
             try:
-                found[source, target] = _link(prefixed, rank == source, wire, timeout_s)
+                found[source, target] = _by_nccl(PrefixStore(f"{source}-{target}", store), rank == source, device)
             except RuntimeError as error:
                 peer = global_ranks[target if rank == source else source]
                 raise PipelineError(f"rank {global_ranks[rank]} cannot connect to rank {peer}: {error}") from error
-        return Links(found, wire)
+        return Links(found, device)
 
     def abort(self) -> None:
         for link in self.by_ends.values():
@@ -94,15 +92,23 @@ class Links:
         self.by_ends.clear()
 
 
-def _link(store: Store, is_sender: bool, wire: torch.device, timeout_s: float) -> Link:
+def _by_gloo(
+    store: Store, own: Sequence[tuple[int, int]], rank: int, global_ranks: Sequence[int], timeout_s: float
+) -> dict[tuple[int, int], Link]:
+    """One group for all ranks."""
+    if len(global_ranks) == 1:
+        return {}
+    try:
+        backend = dist.ProcessGroupGloo(store, rank, len(global_ranks), timedelta(seconds=timeout_s))
+    except RuntimeError as error:
+        raise PipelineError(f"rank {global_ranks[rank]} cannot connect to the other ranks: {error}") from error
+    return {pair: Link(backend, pair[1] if pair[0] == rank else pair[0]) for pair in own}
+
+
+def _by_nccl(store: Store, is_sender: bool, device: torch.device) -> Link:
     """Make one end, and send a byte along: NCCL connects with the first message, and waits for the peer to do so."""
-    place = _SOURCE if is_sender else _TARGET
-    if wire.type == "cuda":
-        kind: Any = dist.ProcessGroupNCCL  # pyright: ignore[reportPrivateImportUsage]
-        backend = kind(store, place, 2, kind.Options())
-    else:
-        backend = dist.ProcessGroupGloo(store, place, 2, timedelta(seconds=timeout_s))
-    link = Link(backend, is_sender)
-    byte = torch.zeros(1, dtype=torch.uint8, device=wire)
+    kind: Any = dist.ProcessGroupNCCL  # pyright: ignore[reportPrivateImportUsage]
+    link = Link(kind(store, 0 if is_sender else 1, 2, kind.Options()), 1 if is_sender else 0)
+    byte = torch.zeros(1, dtype=torch.uint8, device=device)
     (link.send if is_sender else link.receive)(byte).wait()
     return link
