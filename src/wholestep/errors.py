@@ -62,6 +62,26 @@ class StageFileError(WholestepError):
     """A pipeline stage cannot be written to a file, or a file is no stage; nothing in it has been run."""
 
 
+class SimulationError(WholestepError):
+    """A cluster or cost model cannot be read, or a job does not fit the cluster; nothing in a file has been run."""
+
+
+class PlanFileError(WholestepError):
+    """A plan cannot be written to a file, or a file is no plan; nothing in it has been run."""
+
+
+class ScriptError(WholestepError):
+    """A file given on the command line cannot be loaded, or the function in it fails or returns no step."""
+
+
+class UsageError(WholestepError):
+    """The command line asks for something that is not there: a file, a function, a device or a link."""
+
+
+class CheckpointError(WholestepError):
+    """A checkpoint cannot be written, is damaged, or does not fit; nothing in it has been run, nothing was changed."""
+
+
 class BudgetError(WholestepError):
     """A memory budget cannot be kept; `smallest_bytes` is the least that is known to be enough."""
 
