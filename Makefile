@@ -17,7 +17,7 @@ export PYRIGHT_PYTHON_IGNORE_WARNINGS := 1
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup demo test test-slow test-pipeline test-root lint format bench bench-parallel bench-pipeline gpu clean
+.PHONY: help setup demo test test-slow test-pipeline test-browser test-root lint format bench bench-parallel bench-pipeline bench-simulate gpu clean
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-14s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -41,7 +41,7 @@ $(STAMP): pyproject.toml constraints.txt
 demo: setup ## Compile a training step, show what changed and check it against eager
 	@$(BIN)/python -m wholestep.cli demo
 
-test: setup ## Run the tests (not slow, gpu or root)
+test: setup ## Run the tests (not slow, gpu, root or browser)
 	@$(PYTEST) $(ARGS)
 
 test-slow: setup ## Run the slow tests
@@ -50,6 +50,9 @@ test-slow: setup ## Run the slow tests
 test-pipeline: setup ## Run all tests of pipelines, with every model, schedule and number of ranks
 	@$(PYTEST) -m "not gpu and not root" tests/unit/pipe tests/unit/runtime/pipeline tests/property/test_schedules.py \
 		tests/distributed/test_pipeline.py tests/distributed/test_pipeline_ranks.py $(ARGS)
+
+test-browser: setup ## Look at reports in a headless browser (chromium)
+	@$(BIN)/python -m pytest -m browser tests/unit/report $(ARGS)
 
 lint: setup ## Check style, formatting and types
 	@echo "lint 1/3: ruff check"
@@ -71,6 +74,9 @@ bench-parallel: setup ## Measure data parallel steps against DDP over slow links
 
 bench-pipeline: setup ## Measure pipelines against torch's and against the ideal
 	@$(BIN)/python -m benchmarks.pipeline $(ARGS)
+
+bench-simulate: setup ## Hold the simulator against steps over slow links (root on Linux)
+	@$(BIN)/python -m benchmarks.simulate $(ARGS)
 
 test-root: setup ## Run the tests that need root (network namespaces)
 	@$(PYTEST) -m "root and not gpu" $(ARGS)

@@ -53,6 +53,7 @@ from torch.optim.optimizer import Optimizer
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+from wholestep._fake_torch import is_blank
 from wholestep.errors import CaptureError
 
 __all__ = [
@@ -186,7 +187,7 @@ def is_constant(tensor: torch.Tensor) -> bool:
 def is_traced(tensor: object) -> bool:
     """Whether a tensor is part of the trace (as opposed to a real tensor that Python still holds)."""
     if isinstance(tensor, (FunctionalTensor, FakeTensor)):
-        return True
+        return not is_blank(tensor)
     return isinstance(tensor, torch.Tensor) and torch._is_functional_tensor(tensor)
 
 

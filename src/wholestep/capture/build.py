@@ -9,6 +9,7 @@ from torch import fx
 
 from wholestep import _torch
 from wholestep.capture.binding import Binding, FixedTensor
+from wholestep.capture.blank import is_blank
 from wholestep.capture.collect import Collected
 from wholestep.capture.session import Lifted, Session
 from wholestep.errors import CaptureError
@@ -175,15 +176,23 @@ def _uses_gradients(node: fx.Node) -> bool:
     return any(source.meta.get("phase") in (Phase.BACKWARD, Phase.OPTIMIZER) for source in node.all_input_nodes)
 
 
+def _place(tensor: torch.Tensor) -> tuple[int, int]:
+    """Identity of a tensor's memory, and where in it the tensor starts, in bytes."""
+    if is_blank(tensor):
+        return _torch.storage_key(tensor), int(tensor.storage_offset()) * tensor.element_size()
+    if tensor.device.type == "meta":
+        return id(tensor), 0
+    return tensor.untyped_storage().data_ptr(), tensor.data_ptr()
+
+
 def _refuse_aliased_updates(graph: StepGraph, lifted: dict[str, Lifted]) -> None:
     """Inputs that share memory are traced as independent values, which is wrong as soon as one of them is written."""
     ranges: dict[int, list[tuple[int, int, Slot]]] = {}
     for entry in lifted.values():
         if isinstance(entry.real, torch.Tensor) and entry.real.numel() > 0:
             tensor = entry.real
-            start = tensor.data_ptr() if tensor.device.type != "meta" else 0
+            key, start = _place(tensor)
             extent = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-            key = tensor.untyped_storage().data_ptr() if tensor.device.type != "meta" else id(tensor)
             ranges.setdefault(key, []).append((start, start + extent * tensor.element_size(), entry.slot))
     for spans in ranges.values():
         for index, (start, end, slot) in enumerate(spans):

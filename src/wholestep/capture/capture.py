@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -24,7 +24,7 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 from torch.optim import Optimizer
 
 from wholestep import _torch
-from wholestep.capture import binding, build, discover, effects, source, swap, tree
+from wholestep.capture import binding, blank, build, discover, effects, source, swap, tree
 from wholestep.capture.collect import Collected, collect
 from wholestep.capture.discover import Reachable
 from wholestep.capture.interpose import interposed
@@ -46,7 +46,8 @@ class Capture:
     `bindings` says where each slot of the graph (and each result) lives; `any_incoming_grad` are parameters whose
     gradient before the call does not matter; `initial_state` is optimizer state the first run starts from; `stepped`
     are the optimizers whose `step()` the graph contains; `written` the ids of the slots it writes to; `trail` says
-    which ops each call of a module made and where `pipe_split()` stood.
+    which ops each call of a module made and where `pipe_split()` stood. One that `is_blank` has tensors without memory
+    among its slots (`no_weights`) and cannot run.
     """
 
     graph: StepGraph
@@ -62,6 +63,7 @@ class Capture:
     num_checkpoint_regions: int
     trail: Trail
     seconds: float
+    is_blank: bool = False
 
 
 @dataclass
@@ -107,9 +109,10 @@ def capture(
     _refuse_wrappers(found, function)
     if dynamic_leaves:
         _refuse_recurrent(found)
-    call, module, result = _trace(_Call(function, args, kwargs, found, dynamic_leaves, zero_gradients))
-    if call.changes:
-        call, module, result = _trace_settled(call)
+    with blank.where_made(_tensors(found, args, kwargs)):
+        call, module, result = _trace(_Call(function, args, kwargs, found, dynamic_leaves, zero_gradients))
+        if call.changes:
+            call, module, result = _trace_settled(call)
     effects.refuse_outer_changes(found, discover.location_of(function))
     graph = build.build_graph(module, call.session, result, call.bindings)
     indifferent = _indifferent_parameters(call)
@@ -128,7 +131,16 @@ def capture(
         num_checkpoint_regions=call.session.num_checkpoint_regions,
         trail=call.session.trail.settled(graph.calls()),
         seconds=time.perf_counter() - started,
+        is_blank=any(blank.is_blank(lifted.real) for lifted in call.session.lifted.values()),
     )
+
+
+def _tensors(found: Reachable, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[torch.Tensor]:
+    for module in found.modules.values():
+        yield from module.parameters()
+        yield from module.buffers()
+    leaves, _ = tree.flatten((args, kwargs))
+    yield from (leaf for leaf in leaves if isinstance(leaf, torch.Tensor))
 
 
 def _trace(call: _Call) -> tuple[_Call, fx.GraphModule, Collected]:

@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from torch.utils.checkpoint import CheckpointPolicy, SelectiveCheckpointContext
 
 from wholestep import _torch
-from wholestep.capture import source
+from wholestep.capture import blank, source
 from wholestep.capture.trail import TrailNotes
 from wholestep.errors import CaptureError
 from wholestep.graph import Phase, Slot, SlotKind, map_nodes, ops
@@ -86,14 +86,14 @@ class Session:
         return twin
 
     def _lift_tensor(self, real: torch.Tensor, slot: Slot, dynamic_dims: tuple[int, ...]) -> tuple[Any, fx.Node]:
-        if type(real) not in _PLAIN_TYPES:
+        if type(real) not in _PLAIN_TYPES and not blank.is_blank(real):
             raise CaptureError(
                 f"{slot.id} is a {type(real).__name__}, a tensor subclass that cannot be traced",
                 advice="Initialise lazy modules with one forward call first; pass other subclasses as plain tensors",
             )
         if real.layout is not torch.strided:
             raise CaptureError(f"{slot.id} has layout {real.layout}", advice="Only dense (strided) tensors are traced")
-        fake = _torch.fake_like(self.fake_mode, real, slot.id, dynamic_dims)
+        fake = self._fake(real, slot, dynamic_dims)
         node = _torch.track_as_placeholder(self.tracer, fake, _identifier(slot))
         twin = _torch.to_functional(fake)
         if real.requires_grad:
@@ -101,6 +101,13 @@ class Session:
         if isinstance(real, nn.Parameter):
             _torch.mark_as_parameter(twin)
         return twin, node
+
+    def _fake(self, real: torch.Tensor, slot: Slot, dynamic_dims: tuple[int, ...]) -> torch.Tensor:
+        if not blank.is_blank(real):
+            return _torch.fake_like(self.fake_mode, real, slot.id, dynamic_dims)
+        if dynamic_dims:
+            raise CaptureError(f"{slot.id} was made without memory, so its batch size is taken as it is")
+        return blank.blank_twin(self.fake_mode, real)
 
     def adopt(self, real: torch.Tensor) -> torch.Tensor:
         """The twin of a real tensor that surfaced in the step without being an argument: a constant from outside."""

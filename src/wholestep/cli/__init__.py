@@ -1,4 +1,7 @@
-"""The command line: `wholestep <command>`. Exit codes: 0 fine, 1 a check failed, 2 wrong usage, 130 interrupted."""
+"""The command line: `wholestep <command>`.
+
+Exit codes: 0 fine, 1 a check failed or a plan is not feasible, 2 wrong usage, 130 interrupted.
+"""
 
 from __future__ import annotations
 
@@ -7,11 +10,14 @@ import sys
 from collections.abc import Sequence
 
 from wholestep._version import __version__
-from wholestep.cli import demo
-from wholestep.errors import WholestepError
+from wholestep.cli import bench, demo, explain, plan, report, simulate
+from wholestep.errors import UsageError, WholestepError
 
 EXIT_FAILED = 1
+EXIT_USAGE = 2
 EXIT_INTERRUPTED = 130
+
+_COMMANDS = (demo, plan, explain, report, simulate, bench)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -25,7 +31,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return options.run(options)
     except WholestepError as error:
         print(f"wholestep: {error}", file=sys.stderr)
-        return EXIT_FAILED
+        return EXIT_USAGE if isinstance(error, UsageError) else EXIT_FAILED
     except KeyboardInterrupt:
         print("wholestep: interrupted", file=sys.stderr)
         return EXIT_INTERRUPTED
@@ -35,5 +41,6 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="wholestep", description="Compile a whole PyTorch training step.")
     parser.add_argument("--version", action="version", version=f"wholestep {__version__}")
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
-    demo.add_parser(commands)
+    for command in _COMMANDS:
+        command.add_parser(commands)
     return parser

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
+import threading
 import time
 from collections.abc import Callable, Generator
 
@@ -13,6 +14,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from wholestep._settings import Settings
 
 _NUM_PLAIN_LINES = 8
+_PATIENCE_S = 2.0
+_REPEAT_S = 10.0
 
 
 def say(text: str) -> None:
@@ -60,3 +63,26 @@ def _plain_lines(title: str, num_steps: int) -> Callable[[float], None]:
             print(f"{title}: step {done} of {num_steps}, loss {loss:.4f}, {elapsed_s:.0f} s", file=sys.stderr)
 
     return on_step
+
+
+@contextlib.contextmanager
+def working(title: str) -> Generator[None]:
+    """Say what takes long, once it has taken two seconds and from time to time after that, and when it is done."""
+    started, is_done = time.perf_counter(), threading.Event()
+
+    def watch() -> None:
+        wait_s = _PATIENCE_S
+        while not is_done.wait(wait_s):
+            say(f"{title}: {time.perf_counter() - started:.0f} s")
+            wait_s = _REPEAT_S
+
+    watcher = threading.Thread(target=watch, daemon=True)
+    watcher.start()
+    try:
+        yield
+    finally:
+        is_done.set()
+        watcher.join()
+    elapsed_s = time.perf_counter() - started
+    if elapsed_s > _PATIENCE_S:
+        say(f"{title}: done in {elapsed_s:.0f} s")

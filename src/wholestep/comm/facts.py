@@ -10,17 +10,28 @@ from wholestep.comm.bucket import Bucket, format_groups
 from wholestep.comm.overlap import own_nodes
 from wholestep.comm.plan import Facts, Gradient
 from wholestep.comm.split_optimizer import SplitOptimizer
-from wholestep.cost import Link, calibrate_device, estimated_times, measured_times
+from wholestep.cost import DeviceModel, Link, calibrate_device, estimated_times, measured_times
 from wholestep.graph import Phase, StepGraph, ops
 from wholestep.iteration import update_blocks
 from wholestep.passes import Pipeline, run_passes
 
 
-def gather_facts(graph: StepGraph, *, world: int, average: bool, link: Link | None, is_measured: bool) -> Facts:
-    """The facts of a functional step graph without collectives; times only where there is a link to plan for."""
+def gather_facts(
+    graph: StepGraph,
+    *,
+    world: int,
+    average: bool,
+    link: Link | None,
+    is_measured: bool,
+    device: DeviceModel | None = None,
+) -> Facts:
+    """The facts of a functional step graph without collectives; times only where there is a link to plan for.
+
+    Times that are not measured are estimated for `device`, or for the one that is here.
+    """
     gradients = reducible_gradients(graph)
     stays = _why_not(graph, gradients)
-    times = _times(graph, is_measured=is_measured) if link is not None else dict.fromkeys(graph.calls(), 0.0)
+    times = _times(graph, device, is_measured) if link is not None else dict.fromkeys(graph.calls(), 0.0)
     ready_at, total_us = _moments(graph, times)
     update_us = sum(times[node] for node in graph.calls(Phase.OPTIMIZER))
     num_bytes = sum(_num_bytes(gradient) for gradient in gradients) or 1
@@ -40,11 +51,11 @@ def gather_facts(graph: StepGraph, *, world: int, average: bool, link: Link | No
     return Facts(world, average, tuple(found), round(total_us, 1), link)
 
 
-def _times(graph: StepGraph, *, is_measured: bool) -> dict[fx.Node, float]:
+def _times(graph: StepGraph, device: DeviceModel | None, is_measured: bool) -> dict[fx.Node, float]:
     if is_measured:
         return measured_times(graph)
-    device = next(node.meta["val"].device for node in graph.gradients.values())
-    return estimated_times(graph, calibrate_device(device))
+    here = next(node.meta["val"].device for node in graph.gradients.values())
+    return estimated_times(graph, device or calibrate_device(here))
 
 
 def _moments(graph: StepGraph, times: dict[fx.Node, float]) -> tuple[dict[fx.Node, float], float]:

@@ -52,8 +52,13 @@ class Reading:
     returned_by_forward: Sequence[fx.Node] = ()
 
 
-def step_program(graph: StepGraph, costs: Mapping[fx.Node, float]) -> Program:
-    """A whole step: all that is forward may run again for the backward and what follows."""
+def step_program(graph: StepGraph, costs: Mapping[fx.Node, float], *, updates_in_place: bool = False) -> Program:
+    """A whole step: all that is forward may run again for the backward and what follows.
+
+    With `updates_in_place` what the optimizer makes takes no memory of its own. A functional update is a second set of
+    parameters and state, often more than all that is kept for the backward; a plan that fits beside it would be content
+    with much too little. The finished graph has no such set.
+    """
     carried = [node for node in graph.nodes if (slot := graph.slot_of(node)) and slot.kind is SlotKind.CARRY]
     reading = Reading(
         is_late=lambda node: node.meta["phase"] is not Phase.FORWARD,
@@ -61,7 +66,18 @@ def step_program(graph: StepGraph, costs: Mapping[fx.Node, float]) -> Program:
         arriving_first=True,
         returned=graph.output_node.all_input_nodes,
     )
-    return read_program(graph.nodes, reading, costs)
+    program = read_program(graph.nodes, reading, costs)
+    return _without_second_set(program) if updates_in_place else program
+
+
+def _without_second_set(program: Program) -> Program:
+    problem = program.problem
+    makers = [None if value.maker == INPUT else program.nodes[value.maker] for value in problem.values]
+    values = tuple(
+        replace(value, num_bytes=0) if maker is not None and maker.meta["phase"] is Phase.OPTIMIZER else value
+        for value, maker in zip(problem.values, makers, strict=True)
+    )
+    return replace(program, problem=replace(problem, values=values))
 
 
 def read_program(nodes: Sequence[fx.Node], reading: Reading, costs: Mapping[fx.Node, float]) -> Program:

@@ -53,17 +53,27 @@ class MemoryStudy:
 
 
 class Survey:
-    """A `MemoryStudy` on demand. Until it is asked for, `examine` keeps alive what it needs: a copy of the graph."""
+    """A `MemoryStudy` on demand, or just the smallest peak that is possible, which takes less.
 
-    def __init__(self, examine: Callable[[], MemoryStudy]) -> None:
+    Until the study is asked for, both keep alive what they need: a copy of the graph.
+    """
+
+    def __init__(self, examine: Callable[[], MemoryStudy], find_smallest: Callable[[], int] | None = None) -> None:
         self._examine: Callable[[], MemoryStudy] | None = examine
+        self._find_smallest = find_smallest
 
     @cached_property
     def study(self) -> MemoryStudy:
         assert self._examine is not None
         study = self._examine()
-        self._examine = None
+        self._examine = self._find_smallest = None
         return study
+
+    @cached_property
+    def smallest_peak_bytes(self) -> int:
+        if self._find_smallest is None:
+            return self.study.curve.points[0].peak_bytes
+        return self._find_smallest()
 
 
 def best_points(points: Iterable[CurvePoint]) -> tuple[CurvePoint, ...]:

@@ -29,13 +29,15 @@ _TYPICAL = {
 }
 
 
-def estimated_costs(nodes: Iterable[fx.Node], estimator: str) -> Mapping[fx.Node, float]:
-    """The cost of every call among `nodes`."""
+def estimated_costs(
+    nodes: Iterable[fx.Node], estimator: str, device: DeviceModel | None = None
+) -> Mapping[fx.Node, float]:
+    """The cost of every call among `nodes`; `device` is whose roofline, a typical one's of the op's kind if None."""
     calls = [node for node in nodes if node.op == "call_function"]
     if estimator == "flops":
         return {node: _by_flops(node) for node in calls}
     if estimator == "roofline":
-        return {node: 0.0 if is_free(node) else estimate_us(node, typical_device([node])) for node in calls}
+        return {node: 0.0 if is_free(node) else estimate_us(node, device or typical_device([node])) for node in calls}
     if estimator == "profile":
         return measure_us(calls)
     raise WholestepError(f"there is no estimator '{estimator}'; choose from {', '.join(ESTIMATORS)}")

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 
-from wholestep.cost import MemoryProfile, dominant_logits, profile_memory
+from wholestep.cost import DeviceModel, MemoryProfile, dominant_logits, profile_memory
 from wholestep.errors import BudgetError
 from wholestep.graph import StepGraph
 from wholestep.remat.apply import rematerialize
@@ -32,17 +32,24 @@ _NEAR = 0.01
 Finish = Callable[[StepGraph], StepGraph]
 
 
-def fit_step(graph: StepGraph, budget: StepBudget | None, finish: Finish) -> tuple[Remat, RematPlan, Survey]:
+def fit_step(
+    graph: StepGraph, budget: StepBudget | None, finish: Finish, device: DeviceModel | None = None
+) -> tuple[Remat, RematPlan, Survey]:
     """The `remat` pass that keeps a step within a budget, the plan behind it, and a survey of other plans.
 
     `graph` is functional and stays as it is; `finish` makes a copy of it run in place. Without a budget only
-    `torch.utils.checkpoint` regions are dropped. What module budgets decide is fixed before the whole is planned.
+    `torch.utils.checkpoint` regions are dropped. What module budgets decide is fixed before the whole is planned. What
+    runs again costs what it does on `device`; on a typical one of the graph's kind if None.
     Raises `BudgetError` if no plan fits.
     """
     said = budget or StepBudget()
-    remat, plan = _Fitting(graph, said, finish).fit()
+    remat, plan = _Fitting(graph, said, finish, device).fit()
     untouched = graph.copy()  # passes rewrite the other one
-    return remat, plan, Survey(lambda: _Fitting(untouched, said, finish).study())
+
+    def again() -> _Fitting:
+        return _Fitting(untouched, said, finish, device)
+
+    return remat, plan, Survey(lambda: again().study(), lambda: again().smallest_peak_bytes)
 
 
 @dataclass(frozen=True)
@@ -56,13 +63,13 @@ class _Tried:
 
 
 class _Fitting:
-    def __init__(self, graph: StepGraph, budget: StepBudget, finish: Finish) -> None:
+    def __init__(self, graph: StepGraph, budget: StepBudget, finish: Finish, device: DeviceModel | None) -> None:
         self.graph = graph
         self.budget = budget
         self.finish = finish
-        self.costs = estimated_costs(graph.nodes, "roofline")
+        self.costs = estimated_costs(graph.nodes, "roofline", device)
         # Without module budgets, and with what they decide.
-        self.unbound = Planner(step_program(graph, self.costs).problem)
+        self.unbound = Planner(step_program(graph, self.costs, updates_in_place=True).problem)
         self.modules = fix_modules(self.unbound, budget.modules)
         self.planner = Planner(self.modules.problem) if budget.modules else self.unbound
         self._tried: dict[Decision, _Tried] = {}
@@ -114,9 +121,13 @@ class _Fitting:
         if budget.num_bytes is not None:
             return budget.num_bytes
         assert budget.share is not None
-        everything = self._everything
-        smallest = min(everything, self._try(self.planner.smallest), key=lambda tried: tried.peak_bytes)
-        return smallest.peak_bytes + round(budget.share * (everything.peak_bytes - smallest.peak_bytes))
+        most, least = self._everything.peak_bytes, self.smallest_peak_bytes
+        return least + round(budget.share * (most - least))
+
+    @property
+    def smallest_peak_bytes(self) -> int:
+        """The smallest peak that is known."""
+        return min(self._everything.peak_bytes, self._try(self.planner.smallest).peak_bytes)
 
     def _point(self, tried: _Tried) -> CurvePoint:
         return CurvePoint(tried.peak_bytes, tried.choice.outcome.cost / max(self.planner.problem.forward_cost, 1e-9))

@@ -7,6 +7,7 @@ budget. Peaks are those of the planner's model of fusion (`wholestep.remat.fusio
 
 from __future__ import annotations
 
+from wholestep.cost import DeviceModel
 from wholestep.graph import StepGraph
 from wholestep.remat.budget import Budget, StepBudget
 from wholestep.remat.build import step_program
@@ -19,15 +20,17 @@ from wholestep.remat.remat import Remat
 from wholestep.remat.search import Planner
 
 
-def fit_lowered_step(graph: StepGraph, budget: StepBudget | None) -> tuple[Remat, RematPlan]:
+def fit_lowered_step(
+    graph: StepGraph, budget: StepBudget | None, device: DeviceModel | None = None
+) -> tuple[Remat, RematPlan]:
     """The `remat` pass for a decomposed step that is going to be lowered, and the plan behind it.
 
     Without a budget the step is as fast as the planner can make it. Raises `BudgetError` if no plan fits. Random ops do
-    not run again.
+    not run again. Times are those of `device`, of a typical one of the graph's kind if None.
     """
     said = budget or StepBudget()
-    program = step_program(graph, estimated_costs(graph.nodes, "roofline"))
-    planner = Planner(without_replay(fused(program, typical_device(graph.nodes))))
+    program = step_program(graph, estimated_costs(graph.nodes, "roofline", device))
+    planner = Planner(without_replay(fused(program, device or typical_device(graph.nodes))))
     modules = fix_modules(planner, said.modules)
     planner = Planner(modules.problem) if said.modules else planner
     problem = planner.problem

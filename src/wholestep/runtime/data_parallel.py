@@ -90,6 +90,17 @@ class DataParallel:
 CaptureStep = Callable[[frozenset[str]], tuple[Capture, StepGraph]]
 
 
+def plan_passes(plan: DataParallelPlan, group: str) -> list[Pass]:
+    """The rewrites that carry out a plan on a process group."""
+    return [
+        AllReduce(group=group, world=plan.world, average=plan.average),
+        Bucket(groups=format_groups([bucket.keys for bucket in plan.buckets])),
+        SplitOptimizer(),
+        Overlap(late=" ".join(map(str, plan.late))),
+        Rotate(buckets=" ".join(map(str, plan.moved)), strict=False),
+    ]
+
+
 class Replicas:
     """This rank's side of a data-parallel step: agrees with the other ranks and turns the agreement into passes."""
 
@@ -135,14 +146,7 @@ class Replicas:
 
     def passes(self, plan: DataParallelPlan) -> list[Pass]:
         """The rewrites that carry out a plan."""
-        groups = format_groups([bucket.keys for bucket in plan.buckets])
-        return [
-            AllReduce(group=self.ranks.name, world=self.ranks.world, average=plan.average),
-            Bucket(groups=groups),
-            SplitOptimizer(),
-            Overlap(late=" ".join(map(str, plan.late))),
-            Rotate(buckets=" ".join(map(str, plan.moved)), strict=False),
-        ]
+        return plan_passes(plan, self.ranks.name)
 
     def average_gradients(self, captured: Capture, plan: DataParallelPlan) -> None:
         """Average `.grad` of the planned parameters over the ranks, eagerly and one by one: the reference."""
