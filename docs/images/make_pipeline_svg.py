@@ -1,6 +1,6 @@
 """Train a GPT in four stages on two ranks and draw the last step, as planned and as measured.
 
-    torchrun --nproc-per-node 2 docs/images/make_pipeline_svg.py [FILE]
+torchrun --nproc-per-node 2 docs/images/make_pipeline_svg.py [FILE]
 """
 
 from __future__ import annotations

@@ -39,7 +39,7 @@ def print_graph(graph: StepGraph) -> str:
 def format_line(node: fx.Node) -> str:
     """A call as a line of a function, with type, module path and source line of its result."""
     notes = [describe(node.meta["val"]), node.meta.get("fqn", ""), node.meta.get("source", "")]
-    return _with_comment(f"    {node.name} = {_format_call(node)}", notes)
+    return _with_comment(f"    {node.name} = {format_call(node)}", notes)
 
 
 def _shortened(text: str) -> str:
@@ -71,7 +71,8 @@ def _with_comment(code: str, notes: list[str]) -> str:
     return f"{code:<{_CODE_WIDTH}}  # {comment}" if comment else code
 
 
-def _format_call(node: fx.Node) -> str:
+def format_call(node: fx.Node) -> str:
+    """A call as an expression in Python."""
     if node.target is operator.getitem:
         return f"{_format(node.args[0])}[{_format(node.args[1])}]"
     arguments = [_format(arg) for arg in node.args]

@@ -25,12 +25,17 @@ Cell = str | Bar
 
 @dataclass(frozen=True)
 class Table:
-    """Rows under column names. The first column is text, the others are figures; `total` is set apart at the end."""
+    """Rows under column names. The first column is text, the others are figures; `total` is set apart at the end.
+
+    `ends_in_text`: the last column is text, too. `anchors` are ids of the rows, for pictures that lead to them.
+    """
 
     columns: tuple[str, ...]
     rows: tuple[tuple[Cell, ...], ...]
     total: tuple[Cell, ...] = ()
     caption: str = ""
+    ends_in_text: bool = False
+    anchors: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -56,7 +61,37 @@ class Code:
     text: str
 
 
-Block = Table | Prose | Figure | Code
+@dataclass(frozen=True)
+class Line:
+    """One line of code, and what there is to say about it."""
+
+    code: str
+    notes: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Group:
+    """Lines that belong together, folded away behind a name; `num_left_out` more are not shown."""
+
+    name: str
+    lines: tuple[Line, ...]
+    num_left_out: int = 0
+    tone: str = ""
+
+
+@dataclass(frozen=True)
+class Browser:
+    """Groups of lines that can be searched, by what they belong to. Text renderings leave it out.
+
+    `what` says what a line is, in the plural. `note` says what is not shown.
+    """
+
+    chapters: tuple[tuple[str, tuple[Group, ...]], ...]
+    what: str
+    note: str = ""
+
+
+Block = Table | Prose | Figure | Code | Browser
 
 
 @dataclass(frozen=True)

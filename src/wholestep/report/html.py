@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import base64
+import hashlib
 from pathlib import Path
 
 import jinja2
 
-from wholestep.report.document import Block, Report
+from wholestep.report.document import Block, Browser, Report
 from wholestep.report.sections import step_report
-from wholestep.report.template import PAGE, STYLE
+from wholestep.report.template import PAGE, SCRIPT, STYLE
 from wholestep.runtime import StepRunner
 
 _ENVIRONMENT = jinja2.Environment(
@@ -25,7 +27,15 @@ def write_step_report(step: StepRunner, path: Path) -> Path:
 def render_html(report: Report) -> str:
     """A report as a complete page."""
     page = _ENVIRONMENT.from_string(PAGE)
-    return page.render(report=report, style=STYLE, kind=_kind)
+    has_browser = any(isinstance(block, Browser) for section in report.sections for block in section.blocks)
+    script = SCRIPT if has_browser else ""
+    return page.render(report=report, style=STYLE, script=script, policy=_policy(script), kind=_kind)
+
+
+def _policy(script: str) -> str:
+    """What a page may do: be styled from within, and run this very script. It loads nothing and talks to nobody."""
+    allowed = f"'sha256-{base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()}'" if script else "'none'"
+    return f"default-src 'none'; style-src 'unsafe-inline'; script-src {allowed}; base-uri 'none'; form-action 'none'"
 
 
 def _kind(block: Block) -> str:

@@ -17,7 +17,9 @@ def lowering_sections(graph: StepGraph) -> tuple[Section, ...]:
     ]
     num_ops = sum(region.num_ops for region, _ in found)
     caption = "What a region needs while it runs is not part of the memory figures of this report."
-    table = Table(("region", "phase", "ops", "state"), tuple(rows), ("total", "", str(num_ops), ""), caption)
+    table = Table(
+        ("region", "phase", "ops", "state"), tuple(rows), ("total", "", str(num_ops), ""), caption, ends_in_text=True
+    )
     text = "Runs of ops that Inductor compiles; all others run as they are." if found else "No run of ops is a region."
     breaks = (Prose(f"Outside: {remark}.") for remark in graph.remarks["lower"])
     listings = (Code(f"{region.name}: {region.num_ops} ops", region.code) for region, _ in found)

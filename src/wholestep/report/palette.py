@@ -11,7 +11,7 @@ LIGHT = {
     "track": "#e9ecf1",
     "accent": "#3567d6",
     "forward": "#3567d6",
-    "backward": "#c25a17",
+    "backward": "#bd5716",
     "comm": "#7d4fc4",
     "optimizer": "#15805c",
     "floor": "#8a94a6",

@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 from wholestep.comm.plan import DataParallelPlan
-from wholestep.report.document import Bar, Cell, Code, Prose, Section, Table
-from wholestep.report.summary import format_bytes, format_seconds
+from wholestep.report.document import Cell, Code, Prose, Section, Table
+from wholestep.report.summary import format_bytes, format_seconds, listing
+from wholestep.report.timeline import StepTimeline
+from wholestep.report.timeline_picture import bucket_anchor
 from wholestep.runtime import StepRunner
 
-_MAX_BUCKETS = 60
+MAX_BUCKETS = 60
 
 
-def plan_sections(step: StepRunner) -> tuple[Section, ...]:
-    """How gradients travel, if they do."""
+def plan_sections(step: StepRunner, timeline: StepTimeline | None) -> tuple[Section, ...]:
+    """How gradients travel, if they do, and when they do so in a timeline."""
     plan = step.plan
     if plan is None:
         return ()
-    return (Section("Data parallel", (Prose(_verdict(plan)), _bucket_table(plan))),)
+    return (Section("Data parallel", (Prose(_verdict(plan)), _bucket_table(plan, timeline))),)
 
 
 def loop_sections(step: StepRunner) -> tuple[Section, ...]:
@@ -28,7 +30,7 @@ def loop_sections(step: StepRunner) -> tuple[Section, ...]:
         "later one main, the last one cleanup; flush applies what is pending at any other time."
     )
     named = {"setup": graphs.setup, "cleanup": graphs.cleanup, "flush": graphs.flush}
-    listings = (Code(f"{name}: {graph.num_ops} ops", str(graph)) for name, graph in named.items())
+    listings = (Code(f"{name}: {graph.num_ops} ops", listing(graph)) for name, graph in named.items())
     return (Section("Iterations", (Prose(text), *listings)),)
 
 
@@ -42,18 +44,31 @@ def _verdict(plan: DataParallelPlan) -> str:
     figures = (plan.compute_us, plan.travel_us, plan.exposed_us, plan.predicted_us, plan.unmoved_us)
     compute, travel, exposed, step, unmoved = (format_seconds(us / 1e6) for us in figures)
     return (
-        f"{text} Predicted for a link of {plan.link}: {compute} of forward and backward, {travel} of communication, "
-        f"{exposed} of it exposed, {step} for a step; {unmoved} if nothing moved."
+        f"{text} The plan expects, with a link of {plan.link}, {compute} of forward and backward, {travel} of "
+        f"communication, {exposed} of it exposed, {step} for a step; {unmoved} if nothing moved."
     )
 
 
-def _bucket_table(plan: DataParallelPlan) -> Table:
-    whole = sum(bucket.num_bytes for bucket in plan.buckets)
+def _bucket_table(plan: DataParallelPlan, timeline: StepTimeline | None) -> Table:
+    travels = {} if timeline is None else {travel.bucket: travel for travel in timeline.travels}
     rows: list[tuple[Cell, ...]] = []
-    for index, bucket in enumerate(plan.buckets[:_MAX_BUCKETS]):
+    for index, bucket in enumerate(plan.buckets[:MAX_BUCKETS]):
         names = bucket.keys[0] + (f" and {len(bucket.keys) - 1} more" if len(bucket.keys) > 1 else "")
-        share = Bar(format_bytes(bucket.num_bytes), bucket.num_bytes / max(whole, 1), "comm")
-        rows.append((f"{index}: {names}", share, bucket.reason))
+        travel = travels.get(index)
+        moments: tuple[Cell, ...] = ()
+        if travel is not None:
+            figures = (travel.departs_us, travel.arrives_us, travel.waited_us)
+            moments = tuple(format_seconds(us / 1e6) for us in figures)
+        rows.append(
+            (
+                f"{index}: {names}",
+                format_bytes(bucket.num_bytes),
+                *(moments if moments or not travels else ("–",) * 3),
+                bucket.reason,
+            )
+        )
     hidden = len(plan.buckets) - len(rows)
     caption = "In the order in which every rank issues them." + (f" {hidden} more are left out." if hidden else "")
-    return Table(("bucket", "bytes", "its update"), tuple(rows), caption=caption)
+    columns = ("bucket", "bytes", *(("leaves at", "arrives at", "waited for") if travels else ()), "its update")
+    anchors = tuple(bucket_anchor(index) for index in range(len(rows)))
+    return Table(columns, tuple(rows), caption=caption, ends_in_text=True, anchors=anchors)

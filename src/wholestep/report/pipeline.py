@@ -79,7 +79,7 @@ def _stage_section(plan: SplitPlan) -> Section:
         )
     columns = ("stage, from", "share of the work", "parameters", "kept per micro-batch", "crosses its beginning", "why")
     caption = "Work is estimated from operations and bytes; crossing are values and their gradients."
-    return Section("Stages", (Table(columns, tuple(rows), caption=caption),))
+    return Section("Stages", (Table(columns, tuple(rows), caption=caption, ends_in_text=True),))
 
 
 def _time(ms: float) -> str:

@@ -69,6 +69,8 @@ LOOKS = {
     "backward-strip": Look(fill="backward"),
     "comm-strip": Look(fill="comm"),
     "optimizer-strip": Look(fill="optimizer"),
+    "waiting-strip": Look(fill="bad"),
+    "before-strip": Look(fill="comm", opacity=0.45),
     "strip-text": Look(fill="surface", is_bold=True),
 }
 
@@ -96,7 +98,7 @@ class Outline:
 
 @dataclass(frozen=True)
 class Box:
-    """A rectangle, its corners rounded by `radius`."""
+    """A rectangle, its corners rounded by `radius`. In a page it leads to the element whose id is `anchor`, if any."""
 
     x: float
     y: float
@@ -105,6 +107,7 @@ class Box:
     look: str
     radius: float = 0.0
     title: str = ""
+    anchor: str = ""
 
 
 @dataclass(frozen=True)
@@ -191,7 +194,9 @@ def save_scene(scene: Scene, path: Path) -> Path:
 def _svg(scene: Scene, attributes: str, style: str) -> str:
     box = f"0 {scene.top:g} {scene.width:g} {scene.height:g}"
     label = escape(f"{scene.title}. {scene.description}")
-    head = f'<svg{attributes} viewBox="{box}" role="img" aria-label="{label}">'
+    # What is inside an image cannot be reached: a picture that leads somewhere is a group.
+    role = "group" if any(isinstance(shape, Box) and shape.anchor for shape in scene.shapes) else "img"
+    head = f'<svg{attributes} viewBox="{box}" role="{role}" aria-label="{label}">'
     parts = [head, f"<title>{escape(scene.title)}</title>", style, *map(_element, scene.shapes), "</svg>"]
     return "\n".join(part for part in parts if part)
 
@@ -208,7 +213,10 @@ def _element(shape: Shape) -> str:
     if isinstance(shape, Dot):
         return f'<circle {look} cx="{shape.x:.1f}" cy="{shape.y:.1f}" r="{shape.radius:g}">{title}</circle>'
     place = f'x="{shape.x:.1f}" y="{shape.y:.1f}" width="{shape.width:.1f}" height="{shape.height:.1f}"'
-    return f'<rect {look} {place} rx="{shape.radius:g}">{title}</rect>'
+    rect = f'<rect {look} {place} rx="{shape.radius:g}">{title}</rect>'
+    if not shape.anchor:
+        return rect
+    return f'<a href="#{escape(shape.anchor)}" aria-label="{escape(shape.title)}">{rect}</a>'
 
 
 def _css(colour: Callable[[str], str], scope: str = "") -> str:

@@ -7,8 +7,9 @@ import torch
 from wholestep._version import __version__
 from wholestep.cost import dominant_logits
 from wholestep.graph import StepGraph
+from wholestep.report.browser import graph_browser
 from wholestep.report.charts import memory_chart
-from wholestep.report.document import Bar, Card, Cell, Code, Figure, Prose, Report, Section, Table
+from wholestep.report.document import Bar, Card, Cell, Figure, Prose, Report, Section, Table
 from wholestep.report.lowering import cuda_graph_sections, lowering_sections
 from wholestep.report.memory_plan import memory_sections
 from wholestep.report.parallel import loop_sections, plan_sections
@@ -20,6 +21,8 @@ from wholestep.report.summary import (
     format_share,
     summarise,
 )
+from wholestep.report.timeline import StepTimeline, predicted_timeline
+from wholestep.report.timing import measured_section, timeline_section
 from wholestep.runtime import StepRunner
 
 _MAX_ROWS = 12
@@ -27,16 +30,22 @@ _MAX_PASS_TEXT = 72
 
 
 def step_report(step: StepRunner, *, pictures: bool = True) -> Report:
-    """The report about a step that has been called at least once; `pictures` costs time if there is a memory plan."""
+    """The report about a step that has been called at least once.
+
+    `pictures` costs time: for other memory plans if there is one, and to get to know the device. That is also needed to
+    hold what was measured against predictions.
+    """
     graph = step.graph
     summary = summarise(graph)
+    timeline = predicted_timeline(step) if pictures or not step.measured.is_empty else None
     return Report(
         title=getattr(step, "__name__", "step"),
         subtitle=f"wholestep {__version__}, torch {torch.__version__}",
         cards=_cards(step, summary),
         sections=(
             *_recompile_section(step),
-            *plan_sections(step),
+            *_time_sections(step, timeline, summary),
+            *plan_sections(step, timeline),
             *memory_sections(step, pictures=pictures),
             *lowering_sections(graph),
             *cuda_graph_sections(graph),
@@ -46,7 +55,7 @@ def step_report(step: StepRunner, *, pictures: bool = True) -> Report:
             _slot_section(summary),
             _pass_section(graph),
             *loop_sections(step),
-            Section("Graph", (Code(f"The step as Python: {graph.num_ops} ops", _listing(graph)),)),
+            Section("Graph", (graph_browser(graph),)),
         ),
     )
 
@@ -70,6 +79,17 @@ def _recompile_section(step: StepRunner) -> tuple[Section, ...]:
     if not step.recompile_reasons:
         return ()
     return (Section("Recompiles", tuple(Prose(f"Captured again because {why}.") for why in step.recompile_reasons)),)
+
+
+def _time_sections(step: StepRunner, timeline: StepTimeline | None, summary: GraphSummary) -> tuple[Section, ...]:
+    """The timeline, and measurements; what was planned for another device cannot be measured here."""
+    if timeline is None:
+        return ()
+    drawn = timeline_section(step, timeline)
+    if step.options.dry_run is not None:
+        return (drawn,)
+    peak_bytes = summary.memory.peak_bytes if step.memory_plan is None else step.memory_plan.peak_bytes
+    return (drawn, measured_section(step.measured, timeline, peak_bytes))
 
 
 def _phase_section(summary: GraphSummary) -> Section:
@@ -168,7 +188,3 @@ def _pass_section(graph: StepGraph) -> Section:
 def _shortened(text: str) -> str:
     """A pass without the tail of very long options (the names of all gradients, say)."""
     return text if len(text) <= _MAX_PASS_TEXT else f"{text[:_MAX_PASS_TEXT]}…"
-
-
-def _listing(graph: StepGraph) -> str:
-    return "\n".join(line.rstrip() for line in str(graph).splitlines())

@@ -13,6 +13,7 @@ from wholestep.graph import Phase, SlotKind, StepGraph
 from wholestep.lower import Region
 
 OUTSIDE_MODULES = "(outside modules)"
+_MAX_LINES = 3000
 
 _SLOT_NAMES = {
     SlotKind.PARAM: "parameters",
@@ -120,6 +121,13 @@ def _group(values: Iterable[LiveValue]) -> tuple[tuple[str, int], ...]:
         name = _SLOT_NAMES[value.slot.kind] if value.slot else module_pattern(value.fqn) or OUTSIDE_MODULES
         groups[name] = groups.get(name, 0) + value.num_bytes
     return tuple(sorted(((name, size) for name, size in groups.items() if size), key=lambda item: (-item[1], item[0])))
+
+
+def listing(graph: StepGraph) -> str:
+    """A graph as code, without the end of a very long one."""
+    lines = [line.rstrip() for line in str(graph).splitlines()]
+    left_out = len(lines) - _MAX_LINES
+    return "\n".join(lines if left_out <= 0 else [*lines[:_MAX_LINES], f"# … {left_out} more lines are left out"])
 
 
 def module_pattern(path: str) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Generator, Mapping
 from typing import Any
 
 import torch
@@ -15,6 +15,7 @@ from wholestep.iteration.moves import SHARED
 from wholestep.lower import prepare_regions
 from wholestep.runtime.codegen import Step, generate, run_checked
 from wholestep.runtime.cuda_graph import RecordedStep, copied_inputs, take_rates_from_device, written_inputs
+from wholestep.runtime.stopwatch import Stopwatch
 
 
 class Executable:
@@ -41,6 +42,8 @@ class Executable:
         self._updates = [bindings[slot_id] for slot_id in graph.updates]
         self._results = [bindings[slot_id] for slot_id in graph.results]
         self._step: Step | None = None
+        self._corrections: Mapping[str, tuple[int, ...]] = {}
+        self._timed: tuple[Step, Stopwatch] | None = None
         prepare_regions(graph)
         self._is_recorded = is_recorded
         self._numbers = take_rates_from_device(graph) if is_recorded else {}
@@ -60,12 +63,43 @@ class Executable:
             binding.write(value, leaves)  # pyright: ignore[reportAttributeAccessIssue]
         return outputs
 
+    @property
+    def is_ready(self) -> bool:
+        """Whether it has run before."""
+        return self._step is not None
+
+    @contextlib.contextmanager
+    def timed(self, *, is_cuda: bool) -> Generator[Stopwatch | None]:
+        """In this block, run code that notes how long its parts take; None if the graph is recorded, as a whole then.
+
+        It must have run before.
+        """
+        plain = self._step
+        assert plain is not None
+        if self._is_recorded:
+            yield None
+            return
+        if self._timed is None:
+            stopwatch = Stopwatch(self.graph, is_cuda=is_cuda)
+            self._timed = generate(self.graph, self._corrections, _joined(self._after, stopwatch.marks)), stopwatch
+        code, stopwatch = self._timed
+
+        def run(inputs: list[Any]) -> Any:
+            stopwatch.start()
+            return code(inputs)
+
+        self._step = run
+        try:
+            yield stopwatch
+        finally:
+            self._step = plain
+
     def _execute(self, inputs: list[Any]) -> Any:
         """Run the graph; the first time op by op, checking what the generated code will rely on."""
         if self._step is not None:
             return self._step(inputs)
-        returned, corrections = run_checked(self.graph, inputs, self._after)
-        self._step = generate(self.graph, corrections, self._after)
+        returned, self._corrections = run_checked(self.graph, inputs, self._after)
+        self._step = generate(self.graph, self._corrections, self._after)
         if self._is_recorded:
             self._step = RecordedStep(self._step, copied_inputs(self.graph), written_inputs(self.graph))
         return returned
@@ -93,6 +127,26 @@ class _Report:
 
     def __call__(self) -> None:
         self._function(self._block)
+
+
+def _joined(
+    first: Mapping[str, Callable[[], None]], second: Mapping[str, Callable[[], None]]
+) -> dict[str, Callable[[], None]]:
+    """What to call behind ops, of two such tables."""
+    shared = {name: _InTurn(first[name], second[name]) for name in first.keys() & second.keys()}
+    return {**first, **second, **shared}
+
+
+class _InTurn:
+    """Two calls as one, equal to nothing but itself."""
+
+    def __init__(self, first: Callable[[], None], second: Callable[[], None]) -> None:
+        self._first = first
+        self._second = second
+
+    def __call__(self) -> None:
+        self._first()
+        self._second()
 
 
 def _without_autocast() -> contextlib.AbstractContextManager[Any]:

@@ -86,6 +86,12 @@ class Rotation:
         """What a call in the middle of the loop runs."""
         return self._main.graph
 
+    @property
+    def in_loop(self) -> Executable | None:
+        """What the next call runs if it is one in the middle of the loop; None if it is the first to run that."""
+        is_in_loop = self._main.is_ready and (not self._blocks or self.pending.is_waiting)
+        return self._main if is_in_loop else None
+
     @cached_property
     def graphs(self) -> IterationGraphs:
         """All graphs of the loop."""

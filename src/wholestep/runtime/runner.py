@@ -35,8 +35,10 @@ from wholestep.passes import (
 from wholestep.remat import MemoryStudy, RematPlan, StepBudget, Survey, fit_lowered_step, fit_step, readable
 from wholestep.runtime import differential
 from wholestep.runtime.data_parallel import DataParallel, Replicas
+from wholestep.runtime.dry_run import DryRun, ImaginedReplicas, uncompiled_regions
 from wholestep.runtime.guards import Call, tensor_type
 from wholestep.runtime.heap import keep_freed_memory
+from wholestep.runtime.measured import Measured, run_measured
 from wholestep.runtime.pending import flush_all
 from wholestep.runtime.rotation import IterationGraphs, Rotation
 from wholestep.runtime.specialization import Specialization
@@ -64,6 +66,7 @@ class StepOptions:
     dump_dir: Path | None = None
     agreement_timeout_s: float = 300.0
     keep_heap: bool = True
+    dry_run: DryRun | None = None
 
 
 @contextlib.contextmanager
@@ -122,6 +125,8 @@ class StepRunner:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run one step. With `last=True` it leaves nothing pending (unless the step has an argument of that name)."""
+        if self.options.dry_run is not None:
+            raise GuardError(f"{self._name} was planned for a device or ranks that are not there, it cannot run")
         is_last = bool(not self._takes_last and kwargs.pop("last", False))
         call = Call.of(self._function, args, kwargs)
         self._num_attempts += 1
@@ -139,6 +144,33 @@ class StepRunner:
         finally:
             if pending is not None:
                 pending.watch()
+
+    def measure(self, *args: Any, **kwargs: Any) -> Any:
+        """Run one step, like `step(...)`, and note what it takes; `measured`, `explain` and `report` tell.
+
+            for x, y in batches[:10]:
+                loss = step.measure(model, optimizer, x, y)
+            step.report("report.html")
+
+        It is a training step like any other, with the same result. Noted are the time from call to return, the time
+        of each phase, the time that communication was waited for, and the peak of memory. Not measured are calls that
+        capture or that run a graph for the first time, and those that `verify` checks; of the others the first is
+        measured for its memory, which slows it down, and all further ones for their time. Plain calls pay nothing.
+        """
+        current = self._current
+        if current is None or self._num_calls < self.options.verify:
+            return self(*args, **kwargs)
+        result, measured = run_measured(
+            lambda: self(*args, **kwargs), current.rotation, (args, kwargs), current.measured
+        )
+        if self._current is current:
+            current.measured = measured
+        return result
+
+    def prepare(self, *args: Any, **kwargs: Any) -> None:
+        """Capture and plan the step for such a call, and run nothing; there is a graph afterwards."""
+        with contextlib.nullcontext() if self.options.dry_run is None else uncompiled_regions():
+            self._choose(Call.of(self._function, args, kwargs))
 
     def flush(self) -> None:
         """Apply whatever the last call has left for the next one; does nothing if that is nothing.
@@ -171,6 +203,11 @@ class StepRunner:
         return self._require_current().plan
 
     @property
+    def measured(self) -> Measured:
+        """What `measure` has found out about the graph of the most recent call; empty if it was not asked to."""
+        return self._require_current().measured
+
+    @property
     def memory_plan(self) -> RematPlan | None:
         """What is kept for the backward and what runs again; None without `memory_budget` and checkpoint regions."""
         return self._require_current().memory_plan
@@ -180,6 +217,12 @@ class StepRunner:
         """The memory plan among others, for pictures; None without a plan. Made when asked for, by planning a lot."""
         survey = self._require_current().survey
         return None if survey is None else survey.study
+
+    @property
+    def smallest_peak_bytes(self) -> int | None:
+        """The smallest memory budget that can be kept; None without a plan, or if the step is lowered."""
+        survey = self._require_current().survey
+        return None if survey is None else survey.smallest_peak_bytes
 
     @property
     def num_captures(self) -> int:
@@ -228,6 +271,7 @@ class StepRunner:
         started = time.perf_counter()
         rewrite, finish = _cut(self.options.pipeline)
 
+        device = None if self.options.dry_run is None else self.options.dry_run.device
         memory: RematPlan | None = None
         survey: Survey | None = None
         # Bound now: buckets come to `finish` below, a survey later on has to do without them like the plan itself.
@@ -250,10 +294,10 @@ class StepRunner:
                 dump_dir=self.options.dump_dir,
             )
             if self._is_lowered:
-                remat, memory = fit_lowered_step(graph, self.options.memory_budget)
+                remat, memory = fit_lowered_step(graph, self.options.memory_budget, device)
                 graph = run_passes(graph, [remat], dump_dir=self.options.dump_dir)
             elif is_planned:
-                remat, memory, survey = fit_step(graph, self.options.memory_budget, finish_copy)
+                remat, memory, survey = fit_step(graph, self.options.memory_budget, finish_copy, device)
                 graph = run_passes(graph, [remat], dump_dir=self.options.dump_dir)
             return captured, graph
 
@@ -332,7 +376,10 @@ class StepRunner:
             )
         return memory
 
-    def _replicas_of(self, options: DataParallel) -> Replicas:
+    def _replicas_of(self, options: DataParallel) -> Replicas | ImaginedReplicas:
+        said = self.options
+        if said.dry_run is not None:
+            return ImaginedReplicas(said.dry_run, options, said.bucket_mb, said.cross_iteration)
         if self._replicas is None:
             self._replicas = Replicas(
                 options,

@@ -9,9 +9,11 @@ import torch
 from wholestep import _torch
 from wholestep.capture import Capture
 from wholestep.comm.plan import DataParallelPlan
+from wholestep.errors import CaptureError
 from wholestep.graph import StepGraph
 from wholestep.remat import RematPlan, Survey
 from wholestep.runtime.guards import Call, Check, make_guards, tensor_type
+from wholestep.runtime.measured import Measured
 from wholestep.runtime.rotation import Rotation
 
 
@@ -19,7 +21,8 @@ class Specialization:
     """One graph of a step, for one kind of call.
 
     `check` says why a call does not fit; `run` executes one step. `plan` says how gradients travel, None on one rank;
-    `memory_plan` what is kept for the backward, None if everything is; `survey` knows what it was chosen from.
+    `memory_plan` what is kept for the backward, None if everything is; `survey` knows what it was chosen from;
+    `measured` is what was measured of its runs.
     """
 
     def __init__(
@@ -36,6 +39,7 @@ class Specialization:
         self.plan = plan
         self.memory_plan = memory_plan
         self.survey = survey
+        self.measured = Measured()
         self.num_runs = 0
         self.leaf_types = {i: tensor_type(leaf) for i, leaf in enumerate(call.leaves) if isinstance(leaf, torch.Tensor)}
         self._install_initial_state()
@@ -54,7 +58,12 @@ class Specialization:
         return None
 
     def run(self, call: Call, *, is_last: bool = False) -> Any:
-        """Execute one step."""
+        """Execute one step; raises `CaptureError` if there is nothing to run it on."""
+        if self.capture.is_blank:
+            raise CaptureError(
+                "the model, the optimizer or the batch was made inside no_weights(): such a step is for planning",
+                advice="Make them outside of it to run the step",
+            )
         for parameter in self.capture.any_incoming_grad:
             parameter.grad = None
         outputs = self.rotation.run(call.leaves, is_last=is_last)
