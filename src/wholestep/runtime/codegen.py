@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 import linecache
 import operator
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -76,8 +76,7 @@ class _Writer:
                     dead = [name for name in dead if name == node.name]
                 lines.append(f"    {self._statement(node)}")
                 if node.name in self.restride:
-                    function = self._global(with_strides, "with_strides")
-                    lines.append(f"    {node.name} = {function}({node.name}, {self.restride[node.name]})")
+                    lines.append(f"    {node.name} = {self._laid_out(node)}")
                 lines += [f"    del {', '.join(dead)}"] if dead else []
                 if node.name in self.after:
                     lines.append(f"    {self._global(self.after[node.name], 'applied')}()")
@@ -95,6 +94,13 @@ class _Writer:
         arguments = [self._text(argument) for argument in node.args]
         arguments += [f"{name}={self._text(value)}" for name, value in node.kwargs.items()]
         return f"{node.name} = {function}({', '.join(arguments)})"
+
+    def _laid_out(self, node: fx.Node) -> str:
+        """A value in the layout that its fake value promises; with a dynamic batch, strides depend on the call."""
+        fake = node.meta["val"]
+        if _has_fixed_strides(fake):
+            return f"{self._global(with_strides, 'with_strides')}({node.name}, {self.restride[node.name]})"
+        return f"{self._global(with_order, 'with_order')}({node.name}, {_memory_order(fake)})"
 
     def _text(self, value: Any) -> str:
         if isinstance(value, fx.Node):
@@ -175,6 +181,45 @@ def with_strides(tensor: torch.Tensor, strides: tuple[int, ...]) -> torch.Tensor
     return torch.empty_strided(tensor.shape, strides, dtype=tensor.dtype, device=tensor.device).copy_(tensor)
 
 
+def with_order(tensor: torch.Tensor, order: tuple[int, ...]) -> torch.Tensor:
+    """A dense copy of a tensor with its dimensions in another order in memory, outermost first."""
+    return with_strides(tensor, _dense_strides(tensor.shape, order))
+
+
+def _dense_strides(shape: Sequence[int], order: tuple[int, ...]) -> tuple[int, ...]:
+    strides, stride = [1] * len(shape), 1
+    for dim in reversed(order):
+        strides[dim] = stride
+        stride *= max(shape[dim], 1)
+    return tuple(strides)
+
+
+def _memory_order(fake: torch.Tensor) -> tuple[int, ...]:
+    """Dimensions as they lie in memory, outermost first."""
+    strides = [_torch.optimization_hint(stride) for stride in fake.stride()]
+    return tuple(sorted(range(len(strides)), key=lambda dim: -strides[dim]))
+
+
+def _has_fixed_strides(fake: torch.Tensor) -> bool:
+    return not any(isinstance(stride, torch.SymInt) for stride in fake.stride())
+
+
+def _strides_of(fake: torch.Tensor, shape: Sequence[int]) -> tuple[int, ...] | None:
+    """The strides that a fake value has for these sizes; None if they are symbolic and leave gaps.
+
+    A graph need not run first with the batch size it was traced with: those of the loop come a call later.
+    """
+    if _has_fixed_strides(fake):
+        return tuple(map(int, fake.stride()))
+    order = _memory_order(fake)
+    traced = [_torch.optimization_hint(size) for size in fake.shape]
+    is_dense = all(
+        _torch.optimization_hint(stride) == dense or size == 1
+        for stride, dense, size in zip(fake.stride(), _dense_strides(traced, order), traced, strict=True)
+    )
+    return _dense_strides(shape, order) if is_dense else None
+
+
 def _promised_strides(node: fx.Node, result: Any) -> tuple[int, ...] | None:
     """The strides a result should have according to its fake value, None if it has them (or they do not matter)."""
     fake = node.meta.get("val")
@@ -182,7 +227,9 @@ def _promised_strides(node: fx.Node, result: Any) -> tuple[int, ...] | None:
         return None
     if ops.is_op(node) and ops.shares_memory(node.target):
         return None
-    promised = tuple(_torch.optimization_hint(stride) for stride in fake.stride())
+    promised = _strides_of(fake, result.shape)
+    if promised is None:
+        return None
     matters = [dim for dim, size in enumerate(result.shape) if size > 1] if result.numel() > 0 else []
     return None if all(result.stride(dim) == promised[dim] for dim in matters) else promised
 

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from tests.parity import assert_parity
+from tests.parity import assert_parity, default_step
 from tests.twins import SmallNet, Twins, mse_step, pair, small_world
 from torch import Tensor
 
@@ -73,6 +73,56 @@ def test_auto_becomes_symbolic_at_the_second_size(name: str, caplog: pytest.LogC
     assert len(recompiled) == 1
     assert "with a dynamic batch" in recompiled[0]
     assert reason in recompiled[0]
+
+
+@pytest.mark.parametrize(("name", "dynamic"), [("gpt", True), ("gpt", "auto"), ("mlp", True)])
+def test_a_loop_whose_sizes_change_is_eagers_bit_for_bit(name: str, dynamic: bool | str) -> None:
+    """Nobody looks in between: the graph of the loop runs first in a later call than the one it was captured for."""
+    case = zoo.get(name)
+    compiled: Any = wholestep.compile(default_step(case), cross_iteration="all", dynamic_batch=dynamic)
+    sides: list[tuple[list[float], torch.nn.Module]] = []
+    for step in (default_step(case), compiled):
+        torch.manual_seed(0)
+        model = case.build()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        batches = [case.make_batch(size, seed) for seed, size in enumerate((6, 3, 8, 5, 3, 7))]
+        sides.append(([step(model, optimizer, batch).item() for batch in batches], model))
+    (expected, eager), (found, ours) = sides
+    assert found == expected
+    for (key, value), other in zip(eager.named_parameters(), ours.parameters(), strict=True):
+        assert torch.equal(value, other), key
+
+
+@torch.library.custom_op("dynamic_batch::columns", mutates_args=())
+def columns(features: Tensor) -> Tensor:
+    """A transposed copy that lies in memory as the original does."""
+    return features.clone().t().clone(memory_format=torch.preserve_format)
+
+
+@columns.register_fake
+def _(features: Tensor) -> Tensor:
+    return features.new_empty(features.shape[1], features.shape[0])  # rows first: not what the kernel does
+
+
+@pytest.mark.parametrize("cross_iteration", ["none", "all"])
+def test_a_layout_that_a_kernel_does_not_keep_is_made_for_every_size(cross_iteration: str) -> None:
+    def train_step(model: torch.nn.Linear, optimizer: torch.optim.Optimizer, features: Tensor) -> Tensor:
+        optimizer.zero_grad()
+        flat = columns(features).reshape(-1)  # a view, if rows come first as promised
+        loss = (model(features).mean() * flat.cumsum(0)).mean()
+        loss.backward()
+        optimizer.step()
+        return loss
+
+    compiled: Any = wholestep.compile(train_step, cross_iteration=cross_iteration, dynamic_batch=True)
+    losses: list[list[float]] = []
+    for step in (train_step, compiled):
+        torch.manual_seed(0)
+        model = torch.nn.Linear(4, 2)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        losses.append([step(model, optimizer, torch.randn(size, 4)).item() for size in (6, 3, 8, 5, 7)])
+    assert losses[1] == losses[0]
+    assert compiled.num_captures == 1
 
 
 def test_auto_stays_static_while_the_size_does() -> None:
