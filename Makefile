@@ -17,7 +17,7 @@ export PYRIGHT_PYTHON_IGNORE_WARNINGS := 1
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup demo test test-slow test-pipeline test-browser test-root lint format bench bench-parallel bench-pipeline bench-simulate gpu clean
+.PHONY: help setup demo test test-slow test-pipeline test-browser test-root lint format bench bench-parallel bench-pipeline bench-simulate bench-soak gpu clean
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-14s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -74,6 +74,9 @@ bench-parallel: setup ## Measure data parallel steps against DDP over slow links
 
 bench-pipeline: setup ## Measure pipelines against torch's and against the ideal
 	@$(BIN)/python -m benchmarks.pipeline $(ARGS)
+
+bench-soak: setup ## Train 2,000 steps with everything on beside eager, and watch memory
+	@$(BIN)/python -m benchmarks.soak $(ARGS)
 
 bench-simulate: setup ## Hold the simulator against steps over slow links (root on Linux)
 	@$(BIN)/python -m benchmarks.simulate $(ARGS)

@@ -69,7 +69,7 @@ def registered() -> dict[str, type[Pass]]:
 def lookup(name: str) -> type[Pass]:
     """The pass called `name`; raises `PassError` listing what there is."""
     if name not in _REGISTRY:
-        raise PassError(f"there is no pass '{name}'; known passes: {', '.join(sorted(_REGISTRY))}")
+        raise PassError(f"there is no pass '{name[:60]}'; known passes: {', '.join(sorted(_REGISTRY))}")
     return _REGISTRY[name]
 
 

@@ -14,9 +14,12 @@ from typing import Any
 from wholestep.errors import PassError
 from wholestep.passes.base import Pass, lookup
 
-_VALUE = r'"(?:[^"\\]|\\.)*"|[^",{}]*'
-_OPTION = re.compile(rf"\s*(?P<key>[\w-]+)\s*=\s*(?P<value>{_VALUE})\s*(?:,|$)")
-_ITEM = re.compile(rf"\s*(?P<name>[\w-]+)\s*(?:\{{(?P<options>(?:{_VALUE}|,)*)\}})?\s*(?:,|$)")
+# Quantifiers are possessive: nothing can be read in two ways, so what cannot be read is refused at once.
+_QUOTED = r'"(?:[^"\\]|\\.)*+"'
+_OPTION = re.compile(rf"\s*+(?P<key>[\w-]++)\s*+=\s*+(?P<value>{_QUOTED}|[^\",{{}}]*+)\s*+(?:,|\Z)")
+_ITEM = re.compile(rf"\s*+(?P<name>[\w-]++)\s*+(?:\{{(?P<options>(?:{_QUOTED}|[^\"{{}}])*+)\}})?+\s*+(?:,|\Z)")
+_MAX_TEXT = 16 * 2**20
+_MAX_SHOWN = 60
 
 
 @dataclasses.dataclass(frozen=True)
@@ -28,12 +31,16 @@ class Pipeline:
     @staticmethod
     def parse(text: str) -> Pipeline:
         """Read the text form; raises `PassError` with the position of what cannot be read."""
+        if len(text) > _MAX_TEXT:
+            raise PassError(f"the pipeline has {len(text)} characters; at most {_MAX_TEXT} are read")
         passes: list[Pass] = []
         position, text = 0, text.strip()
         while position < len(text):
             match = _ITEM.match(text, position)
             if match is None or match.end() == position:
-                raise PassError(f"cannot read pipeline at '{text[position:]}'; the form is name{{option=value}},name,…")
+                raise PassError(
+                    f"cannot read pipeline at {_shown(text[position:])}; the form is name{{option=value}},name,…"
+                )
             passes.append(_make(match["name"], match["options"] or ""))
             position = match.end()
         return Pipeline(tuple(passes))
@@ -54,12 +61,22 @@ def _make(name: str, options_text: str) -> Pass:
         match = _OPTION.match(options_text, position)
         if match is None or match["key"] not in fields:
             known = ", ".join(fields) or "none"
-            raise PassError(f"pass '{name}' has no option '{options_text[position:].strip()}'; its options: {known}")
-        value = match["value"]
-        text = json.loads(value) if value.startswith('"') else value.strip()
-        options[match["key"]] = _convert(name, match["key"], text, fields[match["key"]].default)
+            shown = _shown(options_text[position:].strip())
+            raise PassError(f"pass '{name}' has no option {shown}; its options: {known}")
+        key, value = match["key"], match["value"]
+        if key in options:
+            raise PassError(f"pass '{name}' is given its option '{key}' twice")
+        text = _unquoted(name, key, value) if value.startswith('"') else value.strip()
+        options[key] = _convert(name, key, text, fields[key].default)
         position = match.end()
     return cls(**options)
+
+
+def _unquoted(name: str, key: str, value: str) -> str:
+    try:
+        return json.loads(value)
+    except ValueError as error:
+        raise PassError(f"option '{key}' of pass '{name}' is no quoted text: {error}") from error
 
 
 def _convert(name: str, key: str, value: str, default: Any) -> Any:
@@ -67,8 +84,17 @@ def _convert(name: str, key: str, value: str, default: Any) -> Any:
     if isinstance(default, bool):
         if value.lower() in ("true", "false"):
             return value.lower() == "true"
-        raise PassError(f"option '{key}' of pass '{name}' is true or false, not '{value}'")
+        raise PassError(f"option '{key}' of pass '{name}' is true or false, not {_shown(value)}")
     try:
-        return type(default)(value)
+        converted = type(default)(value)
     except ValueError as error:
-        raise PassError(f"option '{key}' of pass '{name}' is a {type(default).__name__}, not '{value}'") from error
+        raise PassError(
+            f"option '{key}' of pass '{name}' is a {type(default).__name__}, not {_shown(value)}"
+        ) from error
+    if converted != converted:
+        raise PassError(f"option '{key}' of pass '{name}' is a number, not {_shown(value)}")
+    return converted
+
+
+def _shown(text: str) -> str:
+    return repr(text if len(text) <= _MAX_SHOWN else f"{text[: _MAX_SHOWN - 1]}…")

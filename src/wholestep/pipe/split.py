@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from itertools import pairwise
 from typing import Any
@@ -13,14 +14,17 @@ from torch import fx
 from wholestep.capture import Capture
 from wholestep.cost import DeviceModel, estimated_times
 from wholestep.cost.trial import device_of
-from wholestep.errors import SplitError
+from wholestep.errors import SplitError, StageFileError
 from wholestep.graph import StepGraph
 from wholestep.pipe.balance import Limit, Profile, balance, profile
 from wholestep.pipe.borders import Border, Layer, Places, Points, Policy, marked_borders, named_borders
+from wholestep.pipe.files import strict_json
 from wholestep.pipe.placement import forward_calls
 
 _VERSION = 1
 _MAX_STAGES = 65_536
+_MAX_TEXT = 32 * 2**20
+_COUNT = range(2**63)
 # Ordinary devices. Shares of the time are what counts, and figures that nobody measures are the same on every rank.
 _DEVICES = {"cuda": DeviceModel(3e8, 2e6, 4.0)}
 _ANY_DEVICE = DeviceModel(1e5, 1e4, 1.0)
@@ -74,20 +78,12 @@ class SplitPlan:
     @staticmethod
     def from_json(text: str) -> SplitPlan:
         """Read what `to_json` wrote; raises `SplitError` for anything else."""
+        if len(text) > _MAX_TEXT:
+            raise SplitError(f"this is no split plan (it has {len(text)} characters; at most {_MAX_TEXT} are read)")
         try:
-            data = json.loads(text)
-            if data["version"] != _VERSION:
-                raise SplitError(f"the split plan has version {data['version']!r}; this release reads {_VERSION}")
-            plan = SplitPlan(tuple(_stage(entry) for entry in data["stages"]), _typed(data["num_calls"], int))
-        except (KeyError, TypeError, ValueError, RecursionError) as error:
-            if isinstance(error, SplitError):
-                raise
-            raise SplitError(f"this is no split plan ({type(error).__name__}: {error})") from None
-        numbers = [stage.begin for stage in plan.stages]
-        is_rising = all(before < behind for before, behind in pairwise([*numbers, plan.num_calls]))
-        if not numbers or numbers[0] != 0 or not is_rising or len(numbers) > _MAX_STAGES:
-            raise SplitError(f"this is no split plan (its stages begin at {numbers[:8]} of {plan.num_calls} calls)")
-        return plan
+            return _plan(strict_json.parse(text.encode(), "the text"))
+        except (StageFileError, UnicodeEncodeError) as error:
+            raise SplitError(f"this is no split plan ({error})") from None
 
     def __str__(self) -> str:
         rows = [("stage", "begins at", "why", "forward", "backward", "share", "crosses", "keeps", "parameters")]
@@ -111,20 +107,40 @@ class SplitPlan:
         return "\n".join(line.rstrip() for line in lines)
 
 
+def _plan(data: Mapping[str, Any]) -> SplitPlan:
+    found = strict_json.fields(data, "the plan", ("version", "num_calls", "stages"))
+    version = strict_json.integer(found["version"], "its version")
+    if version != _VERSION:
+        raise SplitError(f"the split plan has version {version}; this release reads {_VERSION}")
+    entries = strict_json.array(found["stages"], "its list of stages")
+    if len(entries) > _MAX_STAGES:
+        raise SplitError(f"this is no split plan (it has {len(entries)} stages; at most {_MAX_STAGES} are read)")
+    stages = tuple(_stage(entry) for entry in entries)
+    num_calls = strict_json.integer(found["num_calls"], "num_calls", _COUNT)
+    numbers = [stage.begin for stage in stages]
+    is_rising = all(before < behind for before, behind in pairwise([*numbers, num_calls]))
+    if not numbers or numbers[0] != 0 or not is_rising:
+        raise SplitError(f"this is no split plan (its stages begin at {numbers[:8]} of {num_calls} calls)")
+    return SplitPlan(stages, num_calls)
+
+
 def _stage(entry: Any) -> PlannedStage:
-    kinds = {"int": int, "float": float, "str": str}
-    names = [field.name for field in fields(PlannedStage)]
-    if sorted(entry) != sorted(names):
-        raise ValueError(f"a stage has the fields {', '.join(names)}")
-    return PlannedStage(
-        **{field.name: _typed(entry[field.name], kinds[str(field.type)]) for field in fields(PlannedStage)}
-    )
+    names = {field.name: str(field.type) for field in fields(PlannedStage)}
+    found = strict_json.fields(entry, "a stage", names)
+    return PlannedStage(**{name: _READERS[kind](found[name], f"{name} of a stage") for name, kind in names.items()})
 
 
-def _typed(value: Any, kind: type) -> Any:
-    if type(value) is not kind:
-        raise ValueError(f"{value!r} is no {kind.__name__}")
+def _count(value: Any, what: str) -> int:
+    return strict_json.integer(value, what, _COUNT)
+
+
+def _time(value: Any, what: str) -> float:
+    if not isinstance(value, float) or not (math.isfinite(value) and value >= 0):
+        raise StageFileError(f"{what} is a time, not negative and with a decimal point")
     return value
+
+
+_READERS: Mapping[str, Callable[[Any, str], Any]] = {"int": _count, "float": _time, "str": strict_json.string}
 
 
 def _readable(num_bytes: int) -> str:

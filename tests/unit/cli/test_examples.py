@@ -42,6 +42,29 @@ def test_data_parallel_training_under_torchrun(tmp_path: Path) -> None:
     assert share_right(checkpoint["model"]) == pytest.approx(shares[-1], abs=0.05)
 
 
+def test_a_run_is_resumed(tmp_path: Path) -> None:
+    """The script twice, the second time for more steps; under torchrun, and killed, it is among the slow tests."""
+    example = str(ROOT / "examples" / "resumable.py")
+    twice = f"""
+import runpy, sys
+for steps in (4, 6):
+    sys.argv = ["resumable.py", "--steps", str(steps), "--every", "2"]
+    runpy.run_path({example!r}, run_name="__main__")
+"""
+    alone = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "localhost", "MASTER_PORT": "0"}
+    done = subprocess.run(
+        [sys.executable, "-c", twice],
+        cwd=tmp_path,
+        env={**os.environ, **alone, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    assert re.findall(r"(\d+) steps are done", done.stdout) == ["0", "4"]
+    assert re.findall(r"step (\d+)  loss", done.stdout) == [str(number) for number in range(1, 7)]
+
+
 def share_right(weights: dict[str, torch.Tensor]) -> float:
     """Percent of the example's held out points that a checkpoint is right about."""
     model = nn.Sequential(nn.Linear(2, 64), nn.ReLU(), nn.Identity(), nn.Linear(64, 4))
