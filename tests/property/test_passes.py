@@ -101,9 +101,10 @@ def of_one_size(plan: Plan) -> Plan:
     return dataclasses.replace(plan, sizes=plan.sizes[:1] * STEPS, dynamic_batch=False)
 
 
+@pytest.mark.parametrize("num_steps", [3, pytest.param(30, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_pipelines_on_random_steps(family: str) -> None:
-    @DETERMINISTIC
+def test_pipelines_on_random_steps(family: str, num_steps: int) -> None:
+    @settings(DETERMINISTIC, max_examples=num_steps)
     @given(plans(FAMILIES[family]).map(of_one_size), pipelines)
     def check(plan: Plan, other: str) -> None:
         note(repr(plan))

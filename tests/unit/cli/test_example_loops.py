@@ -51,6 +51,7 @@ def test_a_pipeline_in_one_process_trains_like_eager() -> None:
     assert example.train(10) == pytest.approx(example.train_eager(10), rel=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.distributed
 def test_two_pipelines_of_two_ranks_train_like_eager() -> None:
     launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4"]

@@ -37,7 +37,7 @@ def peak_of(case: ZooCase, **options: Any) -> tuple[int, Any]:
     return measure_peak(step, model, optimizer, batch).peak_bytes, step
 
 
-@pytest.mark.parametrize("share", [0.5, 0.0])
+@pytest.mark.parametrize("share", [pytest.param(0.5, marks=pytest.mark.slow), 0.0])
 @pytest.mark.parametrize("name", ["mlp", "gpt", "llama", "bert", "t5", "vit", "resnet", "custom_function"])
 def test_every_step_is_eagers(name: str, share: float) -> None:
     step = assert_parity(
@@ -57,7 +57,9 @@ def test_every_step_is_eagers_at_every_budget(name: str, optimizer_name: str, sh
     assert_parity(zoo.get(name), optimizer_name, steps=5, batch_sizes=[BATCH], compile_options={"memory_budget": share})
 
 
-@pytest.mark.parametrize("name", ["gpt", pytest.param("bert", marks=pytest.mark.slow), "resnet", "vit"])
+@pytest.mark.parametrize(
+    "name", ["gpt", "resnet", *(pytest.param(name, marks=pytest.mark.slow) for name in ("bert", "vit"))]
+)
 def test_the_measured_peak_is_the_predicted_one_and_falls_with_the_budget(name: str) -> None:
     peaks: list[int] = []
     for share in (1.0, 0.6, 0.3, 0.0):
