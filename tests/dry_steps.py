@@ -18,9 +18,9 @@ LINK = Link(latency_us=100.0, bytes_per_us=150.0)
 
 
 class Layer(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self, width: int = WIDTH) -> None:
         super().__init__()
-        self.inner = nn.Linear(WIDTH, WIDTH, bias=False)
+        self.inner = nn.Linear(width, width, bias=False)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.inner(x).relu()

@@ -6,22 +6,15 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from tests.dry_steps import train_step
 from torch import nn
-from torch.optim import SGD, Optimizer
+from torch.optim import SGD
 
 import wholestep
 from wholestep.graph import StepGraph
 from wholestep.report.browser import graph_browser, room_of_each
 from wholestep.report.document import Browser
 from wholestep.report.summary import OUTSIDE_MODULES, listing
-
-
-def train_step(model: nn.Module, optimizer: Optimizer, x: torch.Tensor) -> torch.Tensor:
-    optimizer.zero_grad()
-    loss = model(x).square().mean()
-    loss.backward()
-    optimizer.step()
-    return loss.detach()
 
 
 @pytest.fixture(name="graph", scope="module")

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 from markupsafe import Markup
+from tests.dry_steps import Layer, train_step
 from torch import nn
 from torch.optim import SGD, Optimizer
 
@@ -30,26 +31,9 @@ VOID_ELEMENTS = {"meta", "input"}  # the only ones a page uses
 HOSTILE = """</script><img src=x onerror="alert('1')">--><b>&"""
 
 
-class Layer(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = nn.Linear(8, 8, bias=False)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.inner(x).relu()
-
-
-def train_step(model: nn.Module, optimizer: Optimizer, x: torch.Tensor) -> torch.Tensor:
-    optimizer.zero_grad()
-    loss = model(x).square().mean()
-    loss.backward()
-    optimizer.step()
-    return loss.detach()
-
-
 @pytest.fixture(name="step", scope="module")
 def _step() -> CompiledStep:
-    model = nn.Sequential(Layer(), Layer(), nn.Linear(8, 2, bias=False))
+    model = nn.Sequential(Layer(8), Layer(8), nn.Linear(8, 2, bias=False))
     step = wholestep.compile(train_step, dynamic_batch=False)
     optimizer = SGD(model.parameters(), lr=0.1, momentum=0.9)
     step(model, optimizer, torch.randn(4, 8))
@@ -256,7 +240,7 @@ def test_a_step_full_of_hostile_names_is_only_text() -> None:
 
 
 def test_measurements_stand_beside_predictions() -> None:
-    model = nn.Sequential(Layer(), Layer())
+    model = nn.Sequential(Layer(8), Layer(8))
     optimizer = SGD(model.parameters(), lr=0.1)
     step = wholestep.compile(train_step)
     step(model, optimizer, torch.randn(4, 8))
