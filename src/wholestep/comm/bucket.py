@@ -51,6 +51,8 @@ class Bucket(Pass):
             buckets = _named_buckets(blocks, parse_groups(self.groups))
         else:
             sizes = [(key, block.num_bytes, _kind(block)) for key, block in blocks.items()]
+            if not (0 < self.mb < float("inf") and 0 < self.first_mb < float("inf")):
+                raise PassError(f"bucket: sizes are megabytes, more than 0, not {self.mb} and {self.first_mb}")
             filled = fill_buckets(sizes, int(self.mb * MEGABYTE), int(self.first_mb * MEGABYTE))
             buckets = [[blocks[key] for key in keys] for keys in filled]
         for index, members in enumerate(buckets):

@@ -269,6 +269,12 @@ def test_groups_that_do_not_fit(groups: str, message: str) -> None:
         three().after(f'{MEAN},bucket{{groups="{groups}"}}')
 
 
+@pytest.mark.parametrize("size", ["inf", "0", "-1"])
+def test_sizes_that_are_none(size: str) -> None:
+    with pytest.raises(PassError, match="sizes are megabytes, more than 0, not "):
+        three().after(f"{MEAN},bucket{{mb={size}}}")
+
+
 def test_buckets_need_messages() -> None:
     with pytest.raises(PassError, match="'bucket' requires 'allreduce'"):
         three().after("bucket")
