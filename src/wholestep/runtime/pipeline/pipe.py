@@ -217,9 +217,10 @@ class Pipe:
 
     def _compile(self, batches: MicroBatches, kind: _Kind) -> _Compiled:
         captured, graph = self._captured(batches.arguments[0], batches.shares[0], kind)
+        names = [node.name for node in graph.calls()]
         remat = self._remat(graph, kind)
         found, plan = self._cut(captured, run_passes(graph, remat), kind)
-        small = self._small(batches, [node.name for node in graph.calls()], remat, found, plan, kind)
+        small = self._small(batches, names, remat, found, plan, kind)
         graphs = Graphs(captured, found, batches.num_large, small)
         if self.options.lower == "inductor":
             for one in graphs.cuts:
