@@ -91,7 +91,8 @@ def test_errors_of_ours_are_a_sentence_others_a_traceback(tmp_path: Path, capsys
 
 
 LAUNCHER = """
-import sys
+import signal, sys
+signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored where tests run in the background of a shell
 from wholestep.cli import demo, main
 from wholestep.cli.launch import launch
 
