@@ -84,8 +84,11 @@ class _Call:
     options: dict[str, list[Any]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
+        is_imagined = any(map(blank.is_blank, _tensors(self.found, self.args, self.kwargs)))
         self.session = Session(
-            new_fake_mode(), has_symbolic_sizes=bool(self.dynamic_leaves), zero_gradients=self.zero_gradients
+            new_fake_mode(is_imagined=is_imagined),
+            has_symbolic_sizes=bool(self.dynamic_leaves),
+            zero_gradients=self.zero_gradients,
         )
 
 

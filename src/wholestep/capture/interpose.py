@@ -90,7 +90,11 @@ class Interposer(TorchFunctionMode):
             return _assign_data(*args)
         if self.session.has_symbolic_sizes and func in _NO_SYMBOLIC_KERNEL:
             return _torch.call_with_symbolic_sizes(func, args, kwargs)
-        return func(*args, **kwargs)
+        self.session.fake_mode.draws_out_of_place = func in _OUT_OF_PLACE
+        try:
+            return func(*args, **kwargs)
+        finally:
+            self.session.fake_mode.draws_out_of_place = False
 
     def _with_twins(self, value: Any) -> Any:
         """`value` with every real tensor in it exchanged for its traced twin."""
