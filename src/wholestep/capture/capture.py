@@ -288,7 +288,8 @@ def _lift_gradients(call: _Call) -> None:
         slot = Slot(SlotKind.GRAD, lifted.slot.name)
         call.bindings[slot.id] = grad_binding
         if lifted.real.grad is not None:
-            lifted.twin.grad = call.session.lift(lifted.real.grad, slot)
+            is_dynamic = isinstance(where, binding.Argument) and where.index in call.dynamic_leaves
+            lifted.twin.grad = call.session.lift(lifted.real.grad, slot, (0,) if is_dynamic else ())
 
 
 def _lent_optimizer(call: _Call, name: str, optimizer: Optimizer) -> contextlib.AbstractContextManager[None]:

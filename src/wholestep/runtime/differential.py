@@ -15,6 +15,7 @@ from wholestep import _torch
 from wholestep.capture import Capture, tree
 from wholestep.capture.binding import FixedTensor
 from wholestep.errors import VerificationError
+from wholestep.graph import SlotKind
 from wholestep.runtime.guards import Call
 from wholestep.runtime.specialization import Specialization
 
@@ -157,7 +158,7 @@ def _observe(capture: Capture, call: Call, returned: Any) -> dict[str, Any]:
     for slot in capture.graph.slots.values():
         value = capture.bindings[slot.id].read(call.leaves)
         seen[slot.id] = value
-        if slot.kind == "param":
+        if slot.kind in (SlotKind.PARAM, SlotKind.BATCH) and value.requires_grad:
             seen[f"grad.{slot.name}"] = value.grad
     leaves, _ = tree.flatten(returned)
     seen |= dict(zip(tree.paths(returned, "returned"), leaves, strict=True))

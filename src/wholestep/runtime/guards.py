@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 
 from wholestep import _torch
 from wholestep.capture import Capture, discover, tree
-from wholestep.capture.binding import FixedTensor
+from wholestep.capture.binding import Argument, FixedTensor
 from wholestep.graph import SlotKind
 
 _SCALARS = (bool, int, float, str, type(None))
@@ -57,6 +57,7 @@ def make_guards(capture: Capture, call: Call) -> list[Check]:
         _parameters_guard(capture),
         _rebindable_guard(capture),
         _gradients_guard(capture),
+        _argument_gradients_guard(capture, call),
         _free_values_guard(capture),
     ]
 
@@ -321,6 +322,28 @@ def _gradients_guard(capture: Capture) -> Check:
             return None
         index = next(i for i, (old, new) in enumerate(zip(expected, now, strict=True)) if old != new)
         return f"{names[index]}.grad is {'None' if now[index] else 'set'} before the call, unlike at capture"
+
+    return check
+
+
+def _argument_gradients_guard(capture: Capture, call: Call) -> Check:
+    """Which arguments have a gradient before the call: a backward adds to it, or makes one.
+
+    Parameters among the arguments are left to `_gradients_guard`.
+    """
+    bound = [capture.bindings[slot.id] for slot in capture.graph.slots_of_kind(SlotKind.BATCH)]
+    own = [where.index for where in bound if isinstance(where, Argument)]
+    trainable = [index for index in own if call.leaves[index].requires_grad]
+    expected = [call.leaves[index].grad is None for index in trainable]
+
+    def check(now: Call) -> str | None:
+        found = [now.leaves[index].grad is None for index in trainable]
+        if found == expected:
+            return None
+        index, is_none = next(
+            (index, new) for index, old, new in zip(trainable, expected, found, strict=True) if old != new
+        )
+        return f"{now.path(index)}.grad is {'None' if is_none else 'set'} before the call, unlike at capture"
 
     return check
 
