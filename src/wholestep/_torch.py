@@ -333,6 +333,11 @@ def link_backward(roots: list[Any]) -> None:
 
 def accumulate_grad_variables(roots: Sequence[Any]) -> Iterator[torch.Tensor]:
     """The leaves that a backward pass from `roots` will write gradients to."""
+    return (node.variable for node in autograd_nodes(roots) if hasattr(node, "variable"))
+
+
+def autograd_nodes(roots: Sequence[Any]) -> Iterator[Any]:
+    """All nodes of the autograd graph that a backward pass from `roots` goes through."""
     seen: set[Any] = set()
     pending = [root for root in roots if root is not None]
     while pending:
@@ -340,8 +345,7 @@ def accumulate_grad_variables(roots: Sequence[Any]) -> Iterator[torch.Tensor]:
         if node in seen:
             continue
         seen.add(node)
-        if hasattr(node, "variable"):
-            yield node.variable
+        yield node
         pending.extend(function for function, _ in node.next_functions if function is not None)
 
 

@@ -13,7 +13,7 @@ from wholestep.capture.blank import is_blank
 from wholestep.capture.collect import Collected
 from wholestep.capture.session import Lifted, Session
 from wholestep.errors import CaptureError
-from wholestep.graph import Phase, Slot, SlotKind, StepGraph, ops
+from wholestep.graph import InLayout, Phase, Slot, SlotKind, StepGraph, ops
 
 aten = torch.ops.aten
 
@@ -65,7 +65,9 @@ def _lift_constants(module: fx.GraphModule, session: Session) -> dict[str, Lifte
 def _exchange_targets(graph: fx.Graph) -> None:
     """Ops that would not do outside autograd and after functionalisation what eager's op does."""
     for node in graph.nodes:
-        if node.target is aten.bernoulli.p and not node.meta.get("out_of_place"):
+        if node.meta.get("in_layout"):
+            node.target = InLayout(ops.in_place_twin(node.target))
+        elif node.target is aten.bernoulli.p and not node.meta.get("out_of_place"):
             node.target = _torch.BERNOULLI_LIKE
         elif node.target is aten.mkldnn_rnn_layer.default:
             node.target = _torch.mkldnn_rnn_layer_in_training

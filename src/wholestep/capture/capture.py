@@ -27,6 +27,7 @@ from wholestep import _torch
 from wholestep.capture import binding, blank, build, discover, effects, source, swap, tree
 from wholestep.capture.collect import Collected, collect
 from wholestep.capture.discover import Reachable
+from wholestep.capture.functional import Functional
 from wholestep.capture.interpose import interposed
 from wholestep.capture.layouts import new_fake_mode
 from wholestep.capture.optimizer_state import State, initial_state
@@ -198,7 +199,7 @@ def _traced_run(call: _Call, collected: list[Collected]) -> list[Any]:
     """What `make_fx` traces: lift, run the user's function, collect. Returns the values of the output node."""
     session = call.session
     session.tracer = _torch.current_tracer()
-    with _torch.FunctionalTensorMode(), contextlib.ExitStack() as stack:
+    with Functional(session), contextlib.ExitStack() as stack:
         for name, module in call.found.modules.items():
             _lift_module(call, call.found.prefix_of(name), module)
         for name, optimizer in call.found.optimizers.items():

@@ -8,13 +8,15 @@ anew in Python, and wrong about some of that; this is the correction.
 
 from __future__ import annotations
 
+import contextlib
 import functools
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Generator, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
 
 from wholestep import _torch
+from wholestep.graph import ops
 
 # Kernels are asked on zeros; for a step that is only looked at, no larger ones than this are made.
 _MAX_IMAGINED_BYTES = 2**26
@@ -34,6 +36,20 @@ class TrueLayouts(_torch.FakeTensorMode):
         self._max_bytes = max_bytes
         self._known: dict[Any, list[tuple[int, ...]]] = {}
         self.draws_out_of_place = False
+        self.has_kept_layout = False
+        self._overwritten: tuple[Any, torch.Tensor] | None = None
+
+    @contextlib.contextmanager
+    def in_place(self, func: Any, tensor: torch.Tensor) -> Generator[None]:
+        """An in-place operator on `tensor` is traced inside: the function it becomes keeps the layout of the tensor.
+
+        `has_kept_layout` tells whether that took a correction.
+        """
+        self.has_kept_layout, self._overwritten = False, (func, tensor)
+        try:
+            yield
+        finally:
+            self._overwritten = None
 
     def dispatch(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.ops.aten.bernoulli.p and not self.draws_out_of_place:
@@ -41,11 +57,27 @@ class TrueLayouts(_torch.FakeTensorMode):
         result = super().dispatch(func, types, args, kwargs)
         if not _chooses_layout(func) or all(map(_is_plain, _tensors((args, kwargs or {}, result)))):
             return result
+        result = self._as_kernels_do(func, args, kwargs or {}, result)
+        return self._as_overwritten(func, args, result)
+
+    def _as_kernels_do(self, func: Any, args: Any, kwargs: Any, result: Any) -> Any:
         tensors = list(_tensors(result))
-        true = {
-            id(fake): strides for fake, strides in zip(tensors, self._strides(func, args, kwargs or {}), strict=False)
-        }
+        true = {id(fake): strides for fake, strides in zip(tensors, self._strides(func, args, kwargs), strict=False)}
         return _torch.tree_map_only(torch.Tensor, lambda fake: self._corrected(fake, true.get(id(fake))), result)
+
+    def _as_overwritten(self, func: Any, args: Any, result: Any) -> Any:
+        """The result of the function that an in-place operator becomes, in the layout of what it overwrites."""
+        if self._overwritten is None or not isinstance(result, torch.Tensor):
+            return result
+        in_place, tensor = self._overwritten
+        if ops.in_place_twin(func) is not in_place or not isinstance(args[0], torch.Tensor):
+            return result
+        strides = _hints(tensor.stride())
+        if strides == _hints(result.stride()) or strides != _hints(args[0].stride()) or result.dtype != tensor.dtype:
+            return result
+        self.has_kept_layout = True
+        with self:
+            return torch.empty_strided(result.shape, args[0].stride(), dtype=result.dtype, device=result.device)
 
     def _strides(self, func: Any, args: Any, kwargs: Any) -> list[tuple[int, ...]]:
         """Strides of the real results; computed once for each geometry of the inputs."""

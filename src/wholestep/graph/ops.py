@@ -11,6 +11,7 @@ import torch
 from torch import fx
 
 from wholestep import _torch
+from wholestep.graph.in_layout import InLayout
 
 aten = torch.ops.aten
 
@@ -27,7 +28,7 @@ _UNDECLARED_WRITERS = frozenset(
 )
 
 # Operators of other libraries may do more than their schema says: they are kept and never merged.
-_KNOWN_NAMESPACES = frozenset({"aten", "prims"})
+_KNOWN_NAMESPACES = frozenset({"aten", "prims", "wholestep"})
 
 # Symbolic arithmetic: plain Python on numbers, free of effects.
 _PYTHON_MODULES = frozenset({"_operator", "math", "builtins", "torch"})
@@ -116,6 +117,8 @@ def in_place_twin(target: Any) -> Callable[..., Any] | None:
 
     Only twins with the same arguments and no further write count, so that swapping the target is the whole rewrite.
     """
+    if isinstance(target, InLayout):
+        return target.in_place
     if not _torch.is_op_overload(target) or written_arguments(target) or is_view(target):
         return None
     twin = _RENAMED_TWINS.get(target)
