@@ -97,6 +97,13 @@ def outside_modes() -> Generator[None]:
         yield
 
 
+@contextlib.contextmanager
+def untraced() -> Generator[None]:
+    """Run Python for real in the middle of a trace: no mode sees what it calls."""
+    with outside_modes(), torch._C.DisableTorchFunction():
+        yield
+
+
 def is_faking() -> bool:
     """Whether ops make fake tensors just now."""
     return active_fake_mode() is not None
@@ -413,6 +420,11 @@ def own_parameters(module: torch.nn.Module) -> dict[str, torch.nn.Parameter | No
     return module._parameters
 
 
+def own_modules(module: torch.nn.Module) -> dict[str, torch.nn.Module | None]:
+    """The dict that holds a module's own submodules."""
+    return module._modules
+
+
 def own_buffers(module: torch.nn.Module) -> dict[str, torch.Tensor | None]:
     """The dict that holds a module's own buffers."""
     return module._buffers
@@ -454,6 +466,11 @@ def num_tensor_hooks(tensor: torch.Tensor) -> int:
 def num_hooks(owner: torch.nn.Module | Optimizer) -> tuple[int, ...]:
     """How many hooks of each kind a module or optimizer has; hooks are traced, so a new one needs a new capture."""
     return tuple([len(value) for name, value in vars(owner).items() if name.endswith("_hooks")])
+
+
+def num_hooks_ever() -> int:
+    """How many hooks have been registered in this process: the same number means that none was added anywhere."""
+    return torch.utils.hooks.RemovableHandle.next_id
 
 
 def mark_stepped(optimizer: Optimizer) -> None:

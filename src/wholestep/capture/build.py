@@ -8,7 +8,7 @@ import torch
 from torch import fx
 
 from wholestep import _torch
-from wholestep.capture.binding import Binding, FixedTensor
+from wholestep.capture.binding import Binding, NumberOf
 from wholestep.capture.blank import is_blank
 from wholestep.capture.collect import Collected
 from wholestep.capture.session import Lifted, Session
@@ -19,7 +19,7 @@ aten = torch.ops.aten
 
 _ORDER = {kind: index for index, kind in enumerate(SlotKind)}
 # Slots nobody reads or writes are dropped for these kinds; the others are the step's signature.
-_OPTIONAL = (SlotKind.STATE, SlotKind.GRAD, SlotKind.CONSTANT)
+_OPTIONAL = (SlotKind.STATE, SlotKind.GRAD, SlotKind.CONSTANT, SlotKind.NUMBER)
 
 
 def build_graph(
@@ -30,7 +30,9 @@ def build_graph(
     lifted = _lift_constants(module, session)
     for entry in lifted.values():
         if entry.slot.kind is SlotKind.CONSTANT:
-            bindings[entry.slot.id] = FixedTensor(entry.real)
+            bindings[entry.slot.id] = session.where_adopted(entry.real)
+        elif entry.slot.kind is SlotKind.NUMBER:
+            bindings[entry.slot.id] = NumberOf(session.numbers, entry.slot.name)
     _exchange_targets(graph)
     _set_output(graph, session, collected)
     _drop_unused(graph, lifted)

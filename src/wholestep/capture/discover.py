@@ -135,6 +135,14 @@ def reachable(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[
     return Reachable(modules, optimizers, free_values)
 
 
+def with_module(found: Reachable, module: nn.Module) -> Reachable:
+    """The same with one more model; those inside it are not listed again."""
+    inner = {id(child) for child in module.modules()}
+    modules = {name: other for name, other in found.modules.items() if id(other) not in inner}
+    name = f"model{len(found.modules)}"
+    return Reachable({**modules, name: module}, found.optimizers, found.free_values)
+
+
 def location_of(function: Callable[..., Any]) -> str | None:
     """`file:line` of a function's definition."""
     code: CodeType | None = getattr(inspect.unwrap(function), "__code__", None)

@@ -26,6 +26,7 @@ from torch.overrides import TorchFunctionMode
 
 from wholestep import _derivatives_torch, _torch
 from wholestep.capture import fused, source
+from wholestep.capture.record import Number
 from wholestep.capture.session import Session
 from wholestep.capture.trail import listening
 from wholestep.errors import CaptureError
@@ -75,13 +76,21 @@ class Interposer(TorchFunctionMode):
                 advice=_VALUE_ADVICE,
             )
         _refuse_generators(args, kwargs)
+        numbers = [value for value in (*args, *(kwargs or {}).values()) if type(value) is Number]
         args = self._with_twins(args)
         kwargs = cast(dict[str, Any], self._with_twins(kwargs or {}))
         if func == _GRAD_GET:
             session.note_grad_read(args[0])
-        result = self._call(func, args, kwargs)
+        result = self._call(func, args, kwargs) if not numbers else self._call_with_numbers(func, args, kwargs, numbers)
         session.annotate(line, out_of_place=func in _OUT_OF_PLACE)
         return result
+
+    def _call_with_numbers(
+        self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], numbers: list[Any]
+    ) -> Any:
+        """A call with Python numbers that may change; if torch must know one, the step is traced again with it."""
+        with self.session.recorder.symbolic(numbers):
+            return self._call(func, args, kwargs)
 
     def _call(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if func in fused.FUNCTIONS:
@@ -102,6 +111,8 @@ class Interposer(TorchFunctionMode):
 
     def _with_twins(self, value: Any) -> Any:
         """`value` with every real tensor in it exchanged for its traced twin."""
+        if type(value) is Number:
+            return self.session.symbol(value)
         if isinstance(value, torch.Tensor):
             return value if _torch.is_traced(value) else self.session.adopt(value)
         if isinstance(value, tuple) and type(value) is tuple:

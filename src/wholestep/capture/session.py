@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import re
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, field
@@ -14,7 +15,10 @@ from torch.optim import Optimizer
 from torch.utils.checkpoint import CheckpointPolicy, SelectiveCheckpointContext
 
 from wholestep import _torch
-from wholestep.capture import blank, source
+from wholestep.capture import binding, blank, source
+from wholestep.capture.record.numbers import Number, name_of, value_of
+from wholestep.capture.record.places import ARGUMENTS, find
+from wholestep.capture.record.recorder import Recorder
 from wholestep.capture.trail import TrailNotes
 from wholestep.errors import CaptureError
 from wholestep.graph import Phase, Slot, SlotKind, map_nodes, ops
@@ -42,6 +46,9 @@ class Session:
 
     fake_mode: Any
     has_symbolic_sizes: bool = False
+    recorder: Recorder = field(default_factory=Recorder)
+    numbers: dict[str, Any] = field(default_factory=dict[str, Any])
+    """The numbers of the call that is running, by name; filled before the graph runs."""
     tracer: Any = None
     phase: Phase = Phase.FORWARD
     lifted: dict[str, Lifted] = field(default_factory=dict)
@@ -108,6 +115,19 @@ class Session:
         if dynamic_dims:
             raise CaptureError(f"{slot.id} was made without memory, so its batch size is taken as it is")
         return blank.blank_twin(self.fake_mode, real)
+
+    def symbol(self, number: Number) -> Any:
+        """The traced value of a number that may change: an input of the graph."""
+        name = name_of(number)
+        known = next((entry.twin for entry in self.lifted.values() if entry.slot == Slot(SlotKind.NUMBER, name)), None)
+        return self.lift(value_of(number), Slot(SlotKind.NUMBER, name)) if known is None else known
+
+    def where_adopted(self, real: torch.Tensor) -> binding.Binding:
+        """Where a tensor that is neither an argument nor a model's is to be found at each call."""
+        place = self.recorder.place_of(real)
+        if place is None or place.path[0].owner is ARGUMENTS:
+            return binding.FixedTensor(real)
+        return binding.AtPlace(functools.partial(find, place.path, None))
 
     def adopt(self, real: torch.Tensor) -> torch.Tensor:
         """The twin of a real tensor that surfaced in the step without being an argument: a constant from outside."""

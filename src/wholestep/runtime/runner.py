@@ -121,6 +121,8 @@ class StepRunner:
         self._replicas: Replicas | None = None
         self._num_attempts = 0
         self._is_lowered = False
+        self._numbers: set[tuple[Any, ...]] = set()
+        """Paths of Python numbers that have changed from one call to another."""
         self._takes_last = discover.has_argument(function, "last")
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -254,17 +256,26 @@ class StepRunner:
 
     def _choose(self, call: Call) -> Specialization:
         """The specialisation that fits the call: the last one, another known one, or a new capture."""
-        reason = None
+        difference = None
         if self._current is not None:
-            reason = self._current.check(call)
-            if reason is None:
+            difference = self._current.check(call)
+            if difference is None:
                 return self._current
             self._current.rotation.pending.flush()
         for known in reversed(self._specializations):
-            if known is not self._current and known.check(call) is None:
+            if known is self._current:
+                continue
+            other = known.check(call)
+            if other is None:
                 self._current = known
                 return known
-        self._current = self._compile(call, reason)
+            self._numbers.update(other.numbers)
+        if difference is not None:
+            self._numbers.update(difference.numbers)
+        self._current = self._compile(call, None if difference is None else difference.reason)
+        broken = self._current.compute_numbers(call)
+        if broken is not None:
+            raise GuardError(f"{self._name} does something else each time it is captured: {broken.reason}")
         return self._current
 
     def _compile(self, call: Call, reason: str | None) -> Specialization:
@@ -405,12 +416,23 @@ class StepRunner:
         dynamic_leaves = self._dynamic_leaves(call)
         try:
             return capture(
-                call.function, call.args, call.kwargs, dynamic_leaves=dynamic_leaves, zero_gradients=zero_gradients
+                call.function,
+                call.args,
+                call.kwargs,
+                dynamic_leaves=dynamic_leaves,
+                zero_gradients=zero_gradients,
+                numbers=frozenset(self._numbers),
             )
         except CaptureError as error:
             if not dynamic_leaves:
                 raise
-            captured = capture(call.function, call.args, call.kwargs, zero_gradients=zero_gradients)
+            captured = capture(
+                call.function,
+                call.args,
+                call.kwargs,
+                zero_gradients=zero_gradients,
+                numbers=frozenset(self._numbers),
+            )
             logger.warning("%s cannot have a dynamic batch, each size is captured apart: %s", self._name, error)
             self._static_only = True
             return captured

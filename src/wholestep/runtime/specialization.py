@@ -8,11 +8,12 @@ import torch
 
 from wholestep import _torch
 from wholestep.capture import Capture
+from wholestep.capture.record import Broken, Difference, Filling, ReadGuard
 from wholestep.comm.plan import DataParallelPlan
 from wholestep.errors import CaptureError
 from wholestep.graph import StepGraph
 from wholestep.remat import RematPlan, Survey
-from wholestep.runtime.guards import Call, Check, make_guards, tensor_type
+from wholestep.runtime.guards import Call, Check, fits, make_guards, tensor_type
 from wholestep.runtime.measured import Measured
 from wholestep.runtime.rotation import Rotation
 
@@ -44,17 +45,34 @@ class Specialization:
         self.leaf_types = {i: tensor_type(leaf) for i, leaf in enumerate(call.leaves) if isinstance(leaf, torch.Tensor)}
         self._install_initial_state()
         self._guards: list[Check] = make_guards(capture, call)
+        self._reads = ReadGuard(list(capture.recording.roots), fits)
 
     @property
     def graph(self) -> StepGraph:
         return self.rotation.graph
 
-    def check(self, call: Call) -> str | None:
-        """None if the call fits, otherwise the first thing that differs."""
+    def check(self, call: Call) -> Difference | None:
+        """None if the call fits, otherwise the first thing that differs.
+
+        The numbers of the call are computed then, and whatever the step draws from Python has been drawn.
+        """
         for guard in self._guards:
-            reason = guard(call)
-            if reason is not None:
-                return reason
+            difference = guard(call)
+            if difference is not None:
+                return difference if isinstance(difference, Difference) else Difference(difference)
+        difference = self._reads.check(call)
+        return self.compute_numbers(call) if difference is None else difference
+
+    def compute_numbers(self, call: Call) -> Difference | None:
+        recording = self.capture.recording
+        if recording.program.is_empty:
+            return None
+        try:
+            numbers = recording.program.run(call)
+        except Broken as broken:
+            return Difference(f"a number that the step reads or draws leads elsewhere{f' ({broken})' if str(broken) else ''}")
+        recording.numbers.clear()
+        recording.numbers.update(numbers)
         return None
 
     def run(self, call: Call, *, is_last: bool = False) -> Any:
@@ -70,7 +88,12 @@ class Specialization:
         for optimizer in self.capture.stepped:
             _torch.mark_stepped(optimizer)
         self.num_runs += 1
-        return self.capture.outputs.fill(outputs, call.leaves)
+        recording = self.capture.recording
+        filling = Filling(outputs, call.leaves, recording.numbers, call)
+        result = self.capture.outputs.fill(filling)
+        if recording.effects:
+            recording.effects.perform(filling)
+        return result
 
     def _install_initial_state(self) -> None:
         for optimizer, parameter, entries in self.capture.initial_state:

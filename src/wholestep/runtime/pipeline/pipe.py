@@ -14,6 +14,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from wholestep.capture import Capture, capture, tree
+from wholestep.capture.record import Filling
 from wholestep.errors import PipelineError
 from wholestep.graph import SlotKind, StepGraph
 from wholestep.lower import Decompose, Lower, Masks
@@ -392,7 +393,9 @@ def _result(
     """Losses and outputs of micro-batches as those of the batch; None for what other ranks have."""
     num_outputs = compiled.graphs.cut.num_outputs
     parts = [
-        compiled.graphs.captured.outputs.fill(tuple(one.get(index) for index in range(num_outputs)), own)
+        compiled.graphs.captured.outputs.fill(
+            Filling(tuple(one.get(index) for index in range(num_outputs)), own, compiled.graphs.captured.recording.numbers)
+        )
         for one, own in zip(outputs, leaves, strict=True)
     ]
     losses = [loss for loss, _ in parts if loss is not None]
