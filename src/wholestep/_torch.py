@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from typing import Any
 from unittest import mock
 
@@ -24,7 +24,6 @@ from torch._C import _dispatch_has_kernel as is_registered  # tells torch's oper
 from torch._dispatch.python import enable_python_dispatcher
 from torch._dynamo.source import ConstantSource
 from torch._dynamo.utils import _disable_saved_tensors_hooks_during_tracing
-from torch._functorch._aot_autograd.logging_utils import setup_stacktrace_preservation_hooks
 from torch._guards import active_fake_mode
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
@@ -324,29 +323,6 @@ def fake_mode_of(tensor: torch.Tensor) -> FakeTensorMode:
     """The mode a fake tensor belongs to."""
     assert isinstance(tensor, FakeTensor)
     return tensor.fake_mode
-
-
-def link_backward(roots: list[Any]) -> None:
-    """Hook the autograd graph so that each backward node records the sequence number of its forward node."""
-    setup_stacktrace_preservation_hooks(roots)
-
-
-def accumulate_grad_variables(roots: Sequence[Any]) -> Iterator[torch.Tensor]:
-    """The leaves that a backward pass from `roots` will write gradients to."""
-    return (node.variable for node in autograd_nodes(roots) if hasattr(node, "variable"))
-
-
-def autograd_nodes(roots: Sequence[Any]) -> Iterator[Any]:
-    """All nodes of the autograd graph that a backward pass from `roots` goes through."""
-    seen: set[Any] = set()
-    pending = [root for root in roots if root is not None]
-    while pending:
-        node = pending.pop()
-        if node in seen:
-            continue
-        seen.add(node)
-        yield node
-        pending.extend(function for function, _ in node.next_functions if function is not None)
 
 
 @contextlib.contextmanager

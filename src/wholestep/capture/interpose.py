@@ -24,7 +24,7 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.overrides import TorchFunctionMode
 
-from wholestep import _derivatives_torch, _torch
+from wholestep import _autograd_torch, _torch
 from wholestep.capture import fused, source
 from wholestep.capture.session import Session
 from wholestep.capture.trail import listening
@@ -89,7 +89,7 @@ class Interposer(TorchFunctionMode):
         if func is torch.autograd.grad:
             outputs = args[0] if args else kwargs["outputs"]
             outputs = [outputs] if isinstance(outputs, torch.Tensor) else outputs
-            _derivatives_torch.use_derivatives_of_eager([output.grad_fn for output in outputs])
+            _autograd_torch.use_derivatives_of_eager([output.grad_fn for output in outputs])
         if func == _DATA_SET:  # each look-up makes a new wrapper object
             return _assign_data(*args)
         if self.session.has_symbolic_sizes and func in _NO_SYMBOLIC_KERNEL:
@@ -182,12 +182,12 @@ def _traced_backward(session: Session) -> Callable[..., None]:
 
     def backward(tensors: torch.Tensor | Sequence[torch.Tensor], *args: Any, **kwargs: Any) -> None:
         roots = [tensor.grad_fn for tensor in ([tensors] if isinstance(tensors, torch.Tensor) else tensors)]
-        for leaf in _torch.accumulate_grad_variables(roots):
+        for leaf in _autograd_torch.accumulate_grad_variables(roots):
             if not _torch.is_traced(leaf):
                 session.adopt(leaf)
         session.freeze_incoming_gradients()
-        _derivatives_torch.use_derivatives_of_eager(roots)
-        _torch.link_backward([root for root in roots if root is not None])
+        _autograd_torch.use_derivatives_of_eager(roots)
+        _autograd_torch.link_backward([root for root in roots if root is not None])
         with session.in_phase(Phase.BACKWARD):
             original(tensors, *args, **kwargs)
         session.note_gradients()

@@ -67,7 +67,7 @@ class TrueLayouts(_torch.FakeTensorMode):
 
     def _as_overwritten(self, func: Any, args: Any, result: Any) -> Any:
         """The result of the function that an in-place operator becomes, in the layout of what it overwrites."""
-        if self._overwritten is None or not isinstance(result, torch.Tensor):
+        if self._overwritten is None or not isinstance(result, torch.Tensor) or not result.is_floating_point():
             return result
         in_place, tensor = self._overwritten
         if ops.in_place_twin(func) is not in_place or not isinstance(args[0], torch.Tensor):
