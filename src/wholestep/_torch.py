@@ -17,6 +17,7 @@ from unittest import mock
 import sympy
 import torch
 import torch.distributed as dist
+import torch.fx._symbolic_trace as fx_tracing
 import torch.fx.traceback as fx_traceback
 import torch.utils.checkpoint
 from torch import fx
@@ -209,6 +210,11 @@ def node_of(tracer: Any, fake: torch.Tensor) -> fx.Node:
     return get_proxy_slot(fake, tracer).proxy.node
 
 
+def has_node(tracer: Any, fake: torch.Tensor) -> bool:
+    """Whether a fake tensor is a value of the graph being traced: some are made beside it (by a gradient scaler)."""
+    return get_proxy_slot(fake, tracer, None) is not None
+
+
 def mkldnn_rnn_layer_in_training(*args: Any, **kwargs: Any) -> Any:
     """`aten.mkldnn_rnn_layer` that keeps what its backward needs; the kernel asks grad mode whether to."""
     with torch.enable_grad():
@@ -327,13 +333,16 @@ def fake_mode_of(tensor: torch.Tensor) -> FakeTensorMode:
 
 @contextlib.contextmanager
 def compiling_flag(value: bool) -> Generator[None]:
-    """What `torch.compiler.is_compiling()` answers: model code that asks takes its traceable branch."""
-    previous = torch.compiler._is_compiling_flag
-    torch.compiler._is_compiling_flag = value
+    """What `torch.compiler.is_compiling()` answers; with True, model code that asks takes its traceable branch.
+
+    `is_fx_symbolic_tracing()` answers no: nobody gets to see proxies.
+    """
+    previous = torch.compiler._is_compiling_flag, fx_tracing._is_fx_tracing_flag
+    torch.compiler._is_compiling_flag, fx_tracing._is_fx_tracing_flag = value, False
     try:
         yield
     finally:
-        torch.compiler._is_compiling_flag = previous
+        torch.compiler._is_compiling_flag, fx_tracing._is_fx_tracing_flag = previous
 
 
 @contextlib.contextmanager

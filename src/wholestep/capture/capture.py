@@ -32,6 +32,7 @@ from wholestep.capture.interpose import interposed
 from wholestep.capture.layouts import new_fake_mode
 from wholestep.capture.optimizer_state import State, initial_state
 from wholestep.capture.output import OutputTemplate
+from wholestep.capture.questions import Asked, Questions
 from wholestep.capture.session import Session
 from wholestep.capture.trail import Trail
 from wholestep.errors import CaptureError
@@ -47,8 +48,8 @@ class Capture:
     `bindings` says where each slot of the graph (and each result) lives; `any_incoming_grad` are parameters whose
     gradient before the call does not matter; `initial_state` is optimizer state the first run starts from; `stepped`
     are the optimizers whose `step()` the graph contains; `written` the ids of the slots it writes to; `trail` says
-    which ops each call of a module made and where `pipe_split()` stood. One that `is_blank` has tensors without memory
-    among its slots (`no_weights`) and cannot run.
+    which ops each call of a module made and where `pipe_split()` stood; `asked` are values that the step has looked
+    at. One that `is_blank` has tensors without memory among its slots (`no_weights`) and cannot run.
     """
 
     graph: StepGraph
@@ -64,6 +65,7 @@ class Capture:
     num_checkpoint_regions: int
     trail: Trail
     seconds: float
+    asked: Asked | None = None
     is_blank: bool = False
 
 
@@ -77,6 +79,7 @@ class _Call:
     found: Reachable
     dynamic_leaves: frozenset[int]
     zero_gradients: frozenset[str]
+    answers: bool
     session: Session = field(init=False)
     bindings: dict[str, binding.Binding] = field(default_factory=dict)
     states: dict[str, State] = field(default_factory=dict)
@@ -90,6 +93,7 @@ class _Call:
             new_fake_mode(is_imagined=is_imagined),
             has_symbolic_sizes=bool(self.dynamic_leaves),
             zero_gradients=self.zero_gradients,
+            questions=Questions(is_answering=self.answers and not is_imagined),
         )
 
 
@@ -100,11 +104,13 @@ def capture(
     *,
     dynamic_leaves: frozenset[int] = frozenset(),
     zero_gradients: frozenset[str] = frozenset(),
+    answers: bool = False,
 ) -> Capture:
     """Capture one call of a train step; dimension 0 of the argument leaves in `dynamic_leaves` stays symbolic.
 
     Parameters named in `zero_gradients` that this step leaves without a gradient get one of zeros, as if they had been
-    used with no effect on the loss.
+    used with no effect on the loss. With `answers`, the step may look at values that its arguments decide; whoever runs
+    the graph then has to check for each call that they are what they were (`Capture.asked`).
 
     Raises `CaptureError` with the user's file and line when the step cannot be captured as one graph.
     """
@@ -114,11 +120,11 @@ def capture(
     if dynamic_leaves:
         _refuse_recurrent(found)
     with blank.where_made(_tensors(found, args, kwargs)):
-        call, module, result = _trace(_Call(function, args, kwargs, found, dynamic_leaves, zero_gradients))
+        call, module, result = _trace(_Call(function, args, kwargs, found, dynamic_leaves, zero_gradients, answers))
         if call.changes:
             call, module, result = _trace_settled(call)
     effects.refuse_outer_changes(found, discover.location_of(function))
-    graph = build.build_graph(module, call.session, result, call.bindings)
+    graph, asked = build.build_graph(module, call.session, result, call.bindings)
     indifferent = _indifferent_parameters(call)
     graph.accumulating = _accumulating(call, indifferent)
     return Capture(
@@ -134,6 +140,7 @@ def capture(
         dynamic_leaves=dynamic_leaves,
         num_checkpoint_regions=call.session.num_checkpoint_regions,
         trail=call.session.trail.settled(graph.calls()),
+        asked=asked,
         seconds=time.perf_counter() - started,
         is_blank=any(blank.is_blank(lifted.real) for lifted in call.session.lifted.values()),
     )
@@ -185,7 +192,15 @@ def _trace_settled(call: _Call) -> tuple[_Call, fx.GraphModule, Collected]:
         for module, name, value in call.changes:
             setattr(module, name, value)
         again = _trace(
-            _Call(call.function, call.args, call.kwargs, call.found, call.dynamic_leaves, call.zero_gradients)
+            _Call(
+                call.function,
+                call.args,
+                call.kwargs,
+                call.found,
+                call.dynamic_leaves,
+                call.zero_gradients,
+                call.answers,
+            )
         )
         effects.refuse_counters(again[0].changes, call.found, discover.location_of(call.function))
     except BaseException:
