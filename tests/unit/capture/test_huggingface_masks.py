@@ -123,6 +123,48 @@ def test_the_ops_and_bits_of_eager_for_every_model(name: str, dtype: torch.dtype
     assert_like_eager(name, dtype, dynamic_batch=dynamic_batch)
 
 
+def autocast_step(model: nn.Module, optimizer: Optimizer, batch: dict[str, Tensor]) -> Tensor:
+    optimizer.zero_grad()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        loss = model(**batch).loss
+    loss.backward()
+    optimizer.step()
+    return loss
+
+
+def masters_step(model: nn.Module, optimizer: Optimizer, batch: dict[str, Tensor]) -> Tensor:
+    """The optimizer has copies of the parameters in float32."""
+    model.zero_grad()
+    loss = model(**batch).loss
+    loss.backward()
+    masters = optimizer.param_groups[0]["params"]
+    for parameter, master in zip(model.parameters(), masters, strict=True):
+        master.grad = None if parameter.grad is None else parameter.grad.float()
+    optimizer.step()
+    with torch.no_grad():
+        for parameter, master in zip(model.parameters(), masters, strict=True):
+            parameter.copy_(master)
+    return loss
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("chunk_loss", [None, 2])
+@pytest.mark.parametrize(
+    ("step", "dtype"),
+    [(train_step, torch.bfloat16), (autocast_step, torch.float32), (masters_step, torch.bfloat16)],
+    ids=["bfloat16", "autocast", "masters"],
+)
+def test_verify_passes_in_low_precision(name: str, chunk_loss: int | None, step: Any, dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    model = MODELS[name]().to(dtype)
+    copies = [p.detach().clone().float().requires_grad_() for p in model.parameters()]
+    optimizer = AdamW(copies if step is masters_step else model.parameters(), lr=1e-3, fused=True)
+    compiled = wholestep.compile(step, verify=2, chunk_loss=chunk_loss)
+    for batch in (BATCHES[0], BATCHES[2]):
+        compiled(model, optimizer, batch)
+
+
 def test_transformers_does_not_know_that_it_is_captured() -> None:
     def step(model: nn.Module, optimizer: Optimizer, batch: dict[str, Tensor]) -> tuple[Tensor, bool]:
         from transformers.utils import import_utils
