@@ -10,13 +10,14 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from typing import Any
 from unittest import mock
 
 import sympy
 import torch
 import torch.distributed as dist
+import torch.fx._symbolic_trace as fx_tracing
 import torch.fx.traceback as fx_traceback
 import torch.utils.checkpoint
 from torch import fx
@@ -24,7 +25,6 @@ from torch._C import _dispatch_has_kernel as is_registered  # tells torch's oper
 from torch._dispatch.python import enable_python_dispatcher
 from torch._dynamo.source import ConstantSource
 from torch._dynamo.utils import _disable_saved_tensors_hooks_during_tracing
-from torch._functorch._aot_autograd.logging_utils import setup_stacktrace_preservation_hooks
 from torch._guards import active_fake_mode
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
@@ -217,6 +217,11 @@ def node_of(tracer: Any, fake: torch.Tensor) -> fx.Node:
     return get_proxy_slot(fake, tracer).proxy.node
 
 
+def has_node(tracer: Any, fake: torch.Tensor) -> bool:
+    """Whether a fake tensor is a value of the graph being traced: some are made beside it (by a gradient scaler)."""
+    return get_proxy_slot(fake, tracer, None) is not None
+
+
 def mkldnn_rnn_layer_in_training(*args: Any, **kwargs: Any) -> Any:
     """`aten.mkldnn_rnn_layer` that keeps what its backward needs; the kernel asks grad mode whether to."""
     with torch.enable_grad():
@@ -333,38 +338,18 @@ def fake_mode_of(tensor: torch.Tensor) -> FakeTensorMode:
     return tensor.fake_mode
 
 
-def link_backward(roots: list[Any]) -> None:
-    """Hook the autograd graph so that each backward node records the sequence number of its forward node."""
-    setup_stacktrace_preservation_hooks(roots)
-
-
-def accumulate_grad_variables(roots: Sequence[Any]) -> Iterator[torch.Tensor]:
-    """The leaves that a backward pass from `roots` will write gradients to."""
-    return (node.variable for node in autograd_nodes(roots) if hasattr(node, "variable"))
-
-
-def autograd_nodes(roots: Sequence[Any]) -> Iterator[Any]:
-    """All nodes of the autograd graph that a backward pass from `roots` goes through."""
-    seen: set[Any] = set()
-    pending = [root for root in roots if root is not None]
-    while pending:
-        node = pending.pop()
-        if node in seen:
-            continue
-        seen.add(node)
-        yield node
-        pending.extend(function for function, _ in node.next_functions if function is not None)
-
-
 @contextlib.contextmanager
 def compiling_flag(value: bool) -> Generator[None]:
-    """What `torch.compiler.is_compiling()` answers: model code that asks takes its traceable branch."""
-    previous = torch.compiler._is_compiling_flag
-    torch.compiler._is_compiling_flag = value
+    """What `torch.compiler.is_compiling()` answers; with True, model code that asks takes its traceable branch.
+
+    `is_fx_symbolic_tracing()` answers no: nobody gets to see proxies.
+    """
+    previous = torch.compiler._is_compiling_flag, fx_tracing._is_fx_tracing_flag
+    torch.compiler._is_compiling_flag, fx_tracing._is_fx_tracing_flag = value, False
     try:
         yield
     finally:
-        torch.compiler._is_compiling_flag = previous
+        torch.compiler._is_compiling_flag, fx_tracing._is_fx_tracing_flag = previous
 
 
 @contextlib.contextmanager

@@ -26,7 +26,7 @@ OPERATOR_NAMESPACES = ("torch.ops",)
 
 TORCH_FILE = "_torch.py"
 # What `torch.compile` is made of, and tensors without memory, have files of their own.
-TORCH_FILES = (TORCH_FILE, "_aot_torch.py", "_derivatives_torch.py", "_fake_torch.py", "_inductor_torch.py")
+TORCH_FILES = (TORCH_FILE, "_aot_torch.py", "_autograd_torch.py", "_fake_torch.py", "_inductor_torch.py")
 SETTINGS_FILE = "_settings.py"
 
 # Modules beside the rooms that every room may import; they import no room themselves.
@@ -34,7 +34,7 @@ GROUND = {
     "errors",
     "_torch",
     "_aot_torch",
-    "_derivatives_torch",
+    "_autograd_torch",
     "_fake_torch",
     "_inductor_torch",
     "_version",

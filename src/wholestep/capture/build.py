@@ -11,6 +11,7 @@ from wholestep import _torch
 from wholestep.capture.binding import Binding, NumberOf
 from wholestep.capture.blank import is_blank
 from wholestep.capture.collect import Collected
+from wholestep.capture.questions import Asked
 from wholestep.capture.session import Lifted, Session
 from wholestep.errors import CaptureError
 from wholestep.graph import InLayout, Phase, Slot, SlotKind, StepGraph, ops
@@ -24,8 +25,11 @@ _OPTIONAL = (SlotKind.STATE, SlotKind.GRAD, SlotKind.CONSTANT, SlotKind.NUMBER)
 
 def build_graph(
     module: fx.GraphModule, session: Session, collected: Collected, bindings: dict[str, Binding]
-) -> StepGraph:
-    """Turn the traced module into a verified, functional `StepGraph`; constants found on the way get a binding."""
+) -> tuple[StepGraph, Asked | None]:
+    """Turn the traced module into a verified, functional `StepGraph`; constants found on the way get a binding.
+
+    Values that the step has asked about are a graph of their own.
+    """
     graph = module.graph
     lifted = _lift_constants(module, session)
     for entry in lifted.values():
@@ -35,6 +39,7 @@ def build_graph(
             bindings[entry.slot.id] = NumberOf(session.numbers, entry.slot.name)
     _exchange_targets(graph)
     _set_output(graph, session, collected)
+    asked = session.questions.settled({name: entry.slot for name, entry in lifted.items()}, session.fake_mode)
     _drop_unused(graph, lifted)
     inputs = _order_inputs(graph, lifted)
     _finish_provenance(graph, session)
@@ -43,7 +48,7 @@ def build_graph(
     step_graph.eliminate_dead_code()
     step_graph.verify()
     _refuse_mixed_types(step_graph)
-    return step_graph
+    return step_graph, asked
 
 
 def _lift_constants(module: fx.GraphModule, session: Session) -> dict[str, Lifted]:

@@ -31,6 +31,7 @@ from wholestep.capture.functional import Functional
 from wholestep.capture.interpose import interposed
 from wholestep.capture.layouts import new_fake_mode
 from wholestep.capture.optimizer_state import State, initial_state
+from wholestep.capture.questions import Asked, Questions
 from wholestep.capture.record import Missed, Program, Recorder, Recording, Template, Unsymbolic, listening
 from wholestep.capture.record.calls import choose
 from wholestep.capture.record.places import ARGUMENTS, Rooted, Step
@@ -49,9 +50,9 @@ class Capture:
     `bindings` says where each slot of the graph (and each result) lives; `any_incoming_grad` are parameters whose
     gradient before the call does not matter; `initial_state` is optimizer state the first run starts from; `stepped`
     are the optimizers whose `step()` the graph contains; `written` the ids of the slots it writes to; `trail` says
-    which ops each call of a module made and where `pipe_split()` stood; `recording` is the Python around the graph, which
-    is checked and done again at each call. One that `is_blank` has tensors without memory
-    among its slots (`no_weights`) and cannot run.
+    which ops each call of a module made and where `pipe_split()` stood; `asked` are values that the step has looked
+    at; `recording` is the Python around the graph, which is checked and done again at each call. One that `is_blank`
+    has tensors without memory among its slots (`no_weights`) and cannot run.
     """
 
     graph: StepGraph
@@ -68,6 +69,7 @@ class Capture:
     num_checkpoint_regions: int
     trail: Trail
     seconds: float
+    asked: Asked | None = None
     is_blank: bool = False
 
 
@@ -82,6 +84,7 @@ class _Call:
     dynamic_leaves: frozenset[int]
     zero_gradients: frozenset[str]
     numbers: frozenset[tuple[Any, ...]]
+    answers: bool
     session: Session = field(init=False)
     recorder: Recorder = field(init=False)
     bindings: dict[str, binding.Binding] = field(default_factory=dict)
@@ -95,12 +98,14 @@ class _Call:
             new_fake_mode(is_imagined=is_imagined),
             has_symbolic_sizes=bool(self.dynamic_leaves),
             zero_gradients=self.zero_gradients,
+            questions=Questions(is_answering=self.answers and not is_imagined),
         )
         self.recorder = self.session.recorder = Recorder(self.numbers)
 
     def again(self, found: Reachable, numbers: frozenset[tuple[Any, ...]]) -> _Call:
         """The same capture from its start."""
-        return _Call(self.function, self.args, self.kwargs, found, self.dynamic_leaves, self.zero_gradients, numbers)
+        given = (self.function, self.args, self.kwargs)
+        return _Call(*given, found, self.dynamic_leaves, self.zero_gradients, numbers, self.answers)
 
 
 def capture(
@@ -111,13 +116,15 @@ def capture(
     dynamic_leaves: frozenset[int] = frozenset(),
     zero_gradients: frozenset[str] = frozenset(),
     numbers: frozenset[tuple[Any, ...]] = frozenset(),
+    answers: bool = False,
 ) -> Capture:
     """Capture one call of a train step; dimension 0 of the argument leaves in `dynamic_leaves` stays symbolic.
 
     So do the Python numbers at the paths `numbers`, but for those that torch needs the value of.
 
     Parameters named in `zero_gradients` that this step leaves without a gradient get one of zeros, as if they had been
-    used with no effect on the loss.
+    used with no effect on the loss. With `answers`, the step may look at values that its arguments decide; whoever runs
+    the graph then has to check for each call that they are what they were (`Capture.asked`).
 
     Raises `CaptureError` with the user's file and line when the step cannot be captured as one graph.
     """
@@ -128,9 +135,9 @@ def capture(
         _refuse_recurrent(found)
     with blank.where_made(_tensors(found, args, kwargs)):
         call, module, result = _trace_until_complete(
-            _Call(function, args, kwargs, found, dynamic_leaves, zero_gradients, numbers)
+            _Call(function, args, kwargs, found, dynamic_leaves, zero_gradients, numbers, answers)
         )
-    graph = build.build_graph(module, call.session, result, call.bindings)
+    graph, asked = build.build_graph(module, call.session, result, call.bindings)
     indifferent = _indifferent_parameters(call)
     graph.accumulating = _accumulating(call, indifferent)
     return Capture(
@@ -147,6 +154,7 @@ def capture(
         dynamic_leaves=dynamic_leaves,
         num_checkpoint_regions=call.session.num_checkpoint_regions,
         trail=call.session.trail.settled(graph.calls()),
+        asked=asked,
         seconds=time.perf_counter() - started,
         is_blank=any(blank.is_blank(lifted.real) for lifted in call.session.lifted.values()),
     )

@@ -1,4 +1,4 @@
-"""Functionalisation that knows how eager's in-place ops leave their tensor: in the layout that it has."""
+"""Functionalisation that does as eager does: in-place ops leave their tensor in its layout, questions get answers."""
 
 from __future__ import annotations
 
@@ -9,14 +9,18 @@ import torch
 from torch import fx
 
 from wholestep import _torch
+from wholestep.capture.questions import is_asking
 from wholestep.capture.session import Session
 from wholestep.graph import ops
+
+_MOVING = frozenset({"copy_", "fill_", "zero_", "masked_fill_", "index_fill_", "index_copy_", "scatter_", "index_put_"})
 
 
 class Functional(_torch.FunctionalTensorMode):
     """Traces in-place ops as functions whose results have the strides of the tensor they stand for.
 
-    Where a function would give other ones, its node is marked `in_layout`.
+    Where a function would give other ones, its node is marked `in_layout`. Operators that look at values are answered
+    where the call decides them (see `Questions`).
     """
 
     def __init__(self, session: Session) -> None:
@@ -26,7 +30,9 @@ class Functional(_torch.FunctionalTensorMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        if not _writes_first(func) or not isinstance(args[0], _torch.FunctionalTensor):
+        if is_asking(func) and not _torch.is_constant(args[0]) and self._session.can_answer(*args):
+            return self._session.answer(func, args)
+        if not _computes_in_place(func) or not isinstance(args[0], _torch.FunctionalTensor):
             return super().__torch_dispatch__(func, types, args, kwargs)
         layouts, nodes = self._session.fake_mode, self._session.tracer.graph.nodes
         last = next(iter(reversed(nodes)), None)
@@ -47,8 +53,12 @@ def _mark(nodes: Any, last: fx.Node | None, func: Any) -> None:
 
 
 @functools.cache
-def _writes_first(func: Any) -> bool:
-    """Whether an operator does nothing but change its first argument, and does it without random numbers."""
+def _computes_in_place(func: Any) -> bool:
+    """Whether an operator does nothing but change its first argument, by arithmetic (values that it only moves do not
+    round) and without random numbers.
+    """
     if _torch.namespace(func) != "aten" or torch.Tag.nondeterministic_seeded in _torch.tags(func):
+        return False
+    if _torch.packet_name(func) in _MOVING:
         return False
     return ops.written_arguments(func) == (0,) and len(_torch.schema(func).returns) == 1

@@ -55,7 +55,8 @@ class TrueLayouts(_torch.FakeTensorMode):
         if func is torch.ops.aten.bernoulli.p and not self.draws_out_of_place:
             func = _torch.BERNOULLI_LIKE
         result = super().dispatch(func, types, args, kwargs)
-        if not _chooses_layout(func) or all(map(_is_plain, _tensors((args, kwargs or {}, result)))):
+        tensors = list(_tensors((args, kwargs or {}, result))) if _chooses_layout(func) else []
+        if all(map(_is_plain, tensors)) or not all(tensor.layout is torch.strided for tensor in tensors):
             return result
         result = self._as_kernels_do(func, args, kwargs or {}, result)
         return self._as_overwritten(func, args, result)
@@ -67,7 +68,7 @@ class TrueLayouts(_torch.FakeTensorMode):
 
     def _as_overwritten(self, func: Any, args: Any, result: Any) -> Any:
         """The result of the function that an in-place operator becomes, in the layout of what it overwrites."""
-        if self._overwritten is None or not isinstance(result, torch.Tensor):
+        if self._overwritten is None or not isinstance(result, torch.Tensor) or not result.is_floating_point():
             return result
         in_place, tensor = self._overwritten
         if ops.in_place_twin(func) is not in_place or not isinstance(args[0], torch.Tensor):
@@ -154,6 +155,8 @@ def _plain_strides(sizes: tuple[int, ...]) -> tuple[int, ...]:
 
 def _is_plain(tensor: torch.Tensor) -> bool:
     """Whether a tensor has the very strides of a fresh one of its shape."""
+    if tensor.layout is not torch.strided:
+        return False
     return _hints(tensor.stride()) == _plain_strides(_hints(tensor.shape))
 
 

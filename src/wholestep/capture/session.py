@@ -16,6 +16,7 @@ from torch.utils.checkpoint import CheckpointPolicy, SelectiveCheckpointContext
 
 from wholestep import _torch
 from wholestep.capture import binding, blank, source
+from wholestep.capture.questions import Questions
 from wholestep.capture.record.numbers import Number, name_of, value_of
 from wholestep.capture.record.places import ARGUMENTS, find
 from wholestep.capture.record.recorder import Recorder
@@ -55,6 +56,7 @@ class Session:
     twins: dict[int, torch.Tensor] = field(default_factory=dict)
     module_stack: list[str] = field(default_factory=list)
     trail: TrailNotes = field(default_factory=TrailNotes)
+    questions: Questions = field(default_factory=Questions)
     checkpoint_region: int | None = None
     num_checkpoint_regions: int = 0
     gradients: dict[str, fx.Node] = field(default_factory=dict)
@@ -146,6 +148,28 @@ class Session:
     def node_of(self, traced: torch.Tensor) -> fx.Node:
         """The node that holds the current value of a traced tensor."""
         return _torch.node_of(self.tracer, _torch.from_functional(traced))
+
+    def can_answer(self, *values: Any) -> bool:
+        """Whether what some traced tensors hold is known before the step runs."""
+        if not self.questions.is_answering or self.phase is Phase.OPTIMIZER:
+            return False
+        reals, slots = self._reals(), {name: lifted.slot for name, lifted in self.lifted.items()}
+        tensors = [value for value in values if isinstance(value, torch.Tensor)]
+        return all(
+            self._has_node(value) and self.questions.can_answer(self.node_of(value), reals, slots) for value in tensors
+        )
+
+    def answer(self, func: Any, args: tuple[Any, ...]) -> Any:
+        """What an operator that looks at values gives for the arguments of this very call."""
+        nodes = tuple(self.node_of(value) if isinstance(value, torch.Tensor) else value for value in args)
+        return self.questions.answer(self.tracer, func, nodes, self._reals())
+
+    def _has_node(self, value: torch.Tensor) -> bool:
+        is_functional = isinstance(value, _torch.FunctionalTensor)
+        return is_functional and _torch.has_node(self.tracer, _torch.from_functional(value))
+
+    def _reals(self) -> dict[str, Any]:
+        return {name: lifted.real for name, lifted in self.lifted.items()}
 
     @property
     def parameters(self) -> list[Lifted]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -71,13 +71,18 @@ def is_random(target: Any) -> bool:
 
 def draws(node: fx.Node) -> bool:
     """Whether a call draws random numbers, as opposed to an operator that could: attention without dropout does not."""
-    if not is_random(node.target):
+    return draws_with(node.target, node.args, node.kwargs)
+
+
+def draws_with(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    """The same, of an operator and its arguments."""
+    if not is_random(target):
         return False
-    names = [argument.name for argument in _torch.schema(node.target).arguments]
+    names = [argument.name for argument in _torch.schema(target).arguments]
     if "dropout_p" not in names:
         return True
     position = names.index("dropout_p")
-    given = node.args[position] if position < len(node.args) else node.kwargs.get("dropout_p", 0.0)
+    given = args[position] if position < len(args) else kwargs.get("dropout_p", 0.0)
     return bool(given != 0.0)
 
 

@@ -414,25 +414,19 @@ class StepRunner:
     def _capture(self, call: Call, zero_gradients: frozenset[str]) -> Capture:
         """Capture with a symbolic batch where that is wanted and possible, with the sizes as they are otherwise."""
         dynamic_leaves = self._dynamic_leaves(call)
+        # Ranks must run the same graph, so that none of them may look at its own batch.
+        captured_with = functools.partial(
+            capture,
+            zero_gradients=zero_gradients,
+            numbers=frozenset(self._numbers),
+            answers=self.options.data_parallel is None,
+        )
         try:
-            return capture(
-                call.function,
-                call.args,
-                call.kwargs,
-                dynamic_leaves=dynamic_leaves,
-                zero_gradients=zero_gradients,
-                numbers=frozenset(self._numbers),
-            )
+            return captured_with(call.function, call.args, call.kwargs, dynamic_leaves=dynamic_leaves)
         except CaptureError as error:
             if not dynamic_leaves:
                 raise
-            captured = capture(
-                call.function,
-                call.args,
-                call.kwargs,
-                zero_gradients=zero_gradients,
-                numbers=frozenset(self._numbers),
-            )
+            captured = captured_with(call.function, call.args, call.kwargs)
             logger.warning("%s cannot have a dynamic batch, each size is captured apart: %s", self._name, error)
             self._static_only = True
             return captured

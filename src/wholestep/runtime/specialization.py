@@ -15,6 +15,7 @@ from wholestep.graph import StepGraph
 from wholestep.remat import RematPlan, Survey
 from wholestep.runtime.guards import Call, Check, fits, make_guards, tensor_type
 from wholestep.runtime.measured import Measured
+from wholestep.runtime.questions import question_guards
 from wholestep.runtime.rotation import Rotation
 
 
@@ -44,7 +45,7 @@ class Specialization:
         self.num_runs = 0
         self.leaf_types = {i: tensor_type(leaf) for i, leaf in enumerate(call.leaves) if isinstance(leaf, torch.Tensor)}
         self._install_initial_state()
-        self._guards: list[Check] = make_guards(capture, call)
+        self._guards: list[Check] = [*make_guards(capture, call), *question_guards(capture)]
         self._reads = ReadGuard(list(capture.recording.roots), fits)
 
     @property

@@ -196,7 +196,7 @@ def asks_the_norm(model: nn.Module, optimizer: Optimizer, features: Tensor, targ
 
 class BranchingInside(SmallNet):
     def forward(self, features: Tensor) -> Tensor:
-        if features.mean() > 0:  # refused
+        if self.first.weight.mean() > 0:  # refused
             features = features * 2
         return super().forward(features)
 
@@ -269,7 +269,7 @@ def finds_unique(model: nn.Module, optimizer: Optimizer, features: Tensor, targe
 
 
 def compares(model: nn.Module, optimizer: Optimizer, features: Tensor, targets: Tensor) -> Any:
-    return mse_step(model, optimizer, features, targets), torch.equal(features, targets)  # refused
+    return torch.equal(mse_step(model, optimizer, features, targets), targets)  # refused
 
 
 @pytest.mark.parametrize("step", [masks, finds_unique, compares])
@@ -524,7 +524,7 @@ def test_an_exception_in_the_middle_of_the_optimizer() -> None:
 def test_an_exception_in_the_forward_leaves_no_cache_on_the_module() -> None:
     class Caching(SmallNet):
         def forward(self, features: Tensor) -> Tensor:
-            if torch.compiler.is_compiling():
+            if type(features) is not Tensor:
                 self.cache = features * torch.rand(())
                 self.register_buffer("late", torch.ones(1))
                 raise KeyError("missing")  # refused

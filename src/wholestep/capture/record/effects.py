@@ -26,6 +26,7 @@ from wholestep.errors import CaptureError
 class Change:
     """What happens to one owner behind each call."""
 
+    name: str
     path: tuple[Any, ...]
     apply: Callable[[Any, Filling], None]
 
@@ -59,7 +60,7 @@ def find_effects(
     for item in kept:
         place = place_of(item.owner)
         if place is not None and item.has_changed():
-            changes.append(Change(place.path, _change(item, place, templates)))
+            changes.append(Change(str(place), place.path, _change(item, place, templates)))
     said = [
         (
             output.function,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -19,7 +18,8 @@ class Program:
     """Computes the numbers that a graph and its effects need, by name."""
 
     def __init__(self, ledger: Ledger, needed: Iterable[str], generators: tuple[Any, ...]) -> None:
-        self._generators = generators
+        self.generators = generators
+        self._put_back: list[Callable[[], None]] = []
         self._names = dict(ledger.constants)
         self._names |= {"find": find, "same": same, "assume": _assume}
         for name, path in ledger.leaves.items():
@@ -30,7 +30,6 @@ class Program:
             ["def run(call):", *read, *(f"    {line}" for line in ledger.lines), f"    return {{{returned}}}"]
         )
         self.is_empty = not ledger.leaves and not ledger.lines
-        self._is_checked = any(line.startswith("assume") for line in ledger.lines)
         self._run: Callable[[Any], dict[str, Any]] | None = None
 
     def run(self, call: Any) -> dict[str, Any]:
@@ -41,19 +40,20 @@ class Program:
             exec(compile(self.source, "<wholestep numbers>", "exec"), self._names)
             self._run = self._names["run"]
         assert self._run is not None
-        put_back = [save_generator(generator) for generator in self._generators] if self._is_checked else []
+        self._put_back = [save_generator(generator) for generator in self.generators]
         try:
             return self._run(call)
         except (Broken, ArithmeticError, TypeError, ValueError) as error:
-            for undo in put_back:
-                undo()
+            self.undo_draws()
             if isinstance(error, Broken):
                 raise
             raise Broken(f"{type(error).__name__}: {error}") from error
 
-    def assumption(self, line: int) -> str:
-        """The text of a line, for messages."""
-        return re.sub(r"^assume\((.*)\)$", r"\1", self.source.splitlines()[line].strip())
+    def undo_draws(self) -> None:
+        """Put generators back to where they were before the last run."""
+        for undo in self._put_back:
+            undo()
+        self._put_back = []
 
 
 def _assume(holds: Any) -> None:

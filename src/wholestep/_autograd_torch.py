@@ -1,20 +1,43 @@
 # pyright: reportPrivateUsage=false, reportPrivateImportUsage=false
-"""Derivatives that eager computes by looking at values: which elements a mask selects, whether a factor is zero.
+"""The autograd graph of a traced step: its leaves, its links to the forward, and derivatives as eager computes them.
 
-Where values cannot be looked at, which is while tracing, torch has a second formula for them, rounded otherwise. Hooks
-on the autograd nodes exchange its result for an operator that does what eager does. As private as `_torch`; seen in
-torch 2.11 to 2.13.
+Some derivatives look at values: which elements a mask selects, whether a factor is zero. Where values cannot be looked
+at, which is while tracing, torch has a second formula for them, rounded otherwise. Hooks on the autograd nodes exchange
+its result for an operator that does what eager does. As private as `_torch`; seen in torch 2.11 to 2.13.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
+from torch._functorch._aot_autograd.logging_utils import setup_stacktrace_preservation_hooks
 
-from wholestep import _torch
+
+def link_backward(roots: list[Any]) -> None:
+    """Hook the autograd graph so that each backward node records the sequence number of its forward node."""
+    setup_stacktrace_preservation_hooks(roots)
+
+
+def accumulate_grad_variables(roots: Sequence[Any]) -> Iterator[torch.Tensor]:
+    """The leaves that a backward pass from `roots` will write gradients to."""
+    return (node.variable for node in autograd_nodes(roots) if hasattr(node, "variable"))
+
+
+def autograd_nodes(roots: Sequence[Any]) -> Iterator[Any]:
+    """All nodes of the autograd graph that a backward pass from `roots` goes through."""
+    seen: set[Any] = set()
+    pending = [root for root in roots if root is not None]
+    while pending:
+        node = pending.pop()
+        if node in seen:
+            continue
+        seen.add(node)
+        yield node
+        pending.extend(function for function, _ in node.next_functions if function is not None)
+
 
 _OPS = torch.library.Library("wholestep", "FRAGMENT")
 _OPS.define("masked_sum(Tensor self, Tensor mask) -> Tensor")
@@ -57,7 +80,7 @@ _VALUE_DEPENDENT: dict[str, Callable[[Any, Any, Any], Any]] = {
 
 def use_derivatives_of_eager(roots: Sequence[Any]) -> None:
     """Let a traced backward from `roots` record eager's derivatives where torch would trace others."""
-    for node in _torch.autograd_nodes(roots):
+    for node in autograd_nodes(roots):
         formula = _VALUE_DEPENDENT.get(node.name())
         if formula is not None and "wholestep" not in node.metadata:
             node.metadata["wholestep"] = True
