@@ -55,6 +55,7 @@ OPTIMIZERS = (
     "torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.5)",
     "torch.optim.Adam(model.parameters(), lr=0.01)",
 )
+FORMS = ("function", "method")
 OPTIMIZER_CHANGES = (
     "optimizer.param_groups[0]['lr'] = 0.05",
     "optimizer.param_groups[0]['weight_decay'] = 0.01",
@@ -89,14 +90,18 @@ def programs(draw: Any) -> Program:
             pieces.append(table[draw(st.sampled_from(sorted(table)))])
     stored = draw(st.sampled_from(STORED))
     pieces = [piece.numbered(number).storing(stored) for number, piece in enumerate(pieces, 1)]
-    library = "\n".join([LIBRARY_HEAD, *(piece.lib for piece in pieces if piece.lib)])
-    main = _main(pieces, draw(st.sampled_from(OPTIMIZERS)), draw(st.sampled_from(["function", "method"])))
     changes = [change for piece in pieces for change in piece.changes] + [draw(st.sampled_from(OPTIMIZER_CHANGES))]
     calls = [("", 2)]
     for _ in range(draw(st.integers(3, 4))):
         change = draw(st.sampled_from(changes)) if draw(st.integers(1, 5)) > 2 else ""
         calls.append((change, draw(st.sampled_from([2, 2, 2, 3]))))
-    return Program(library, main, tuple(calls))
+    return program(pieces, calls, draw(st.sampled_from(OPTIMIZERS)), draw(st.sampled_from(FORMS)))
+
+
+def program(pieces: list[Piece], calls: list[tuple[str, int]], optimizer: str, form: str) -> Program:
+    """A step made of numbered pieces, as a function or as a method of a trainer."""
+    library = "\n".join([LIBRARY_HEAD, *(piece.lib for piece in pieces if piece.lib)])
+    return Program(library, _main(pieces, optimizer, form), tuple(calls))
 
 
 def _main(pieces: list[Piece], optimizer: str, form: str) -> str:

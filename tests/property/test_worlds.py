@@ -16,6 +16,7 @@ SETTINGS = settings(
     database=None,
     deadline=None,
     max_examples=9,
+    report_multiple_bugs=False,
     phases=[Phase.explicit, Phase.generate, Phase.shrink],
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.function_scoped_fixture],
 )
