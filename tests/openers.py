@@ -65,21 +65,23 @@ def _is_of_the_world(module_name: Any) -> bool:
 
 def digest(state: Any) -> str:
     """Long states are told apart by a number."""
-    return f"state {zlib.crc32(repr(state).encode()):08x}"
-
-
-def numpy_state(state: Any) -> Any:
+    if isinstance(state, torch.Tensor):
+        state = state.numpy()
+    if isinstance(state, np.ndarray):
+        return f"state {zlib.crc32(state.tobytes()):08x}"
     if isinstance(state, dict):
-        return {key: numpy_state(value) for key, value in state.items()}
-    return state.tolist() if isinstance(state, np.ndarray) else state
+        return " ".join(f"{key}: {digest(item)}" for key, item in state.items())
+    return f"state {hash(state) & 0xFFFFFFFF:08x}" if isinstance(state, tuple) else str(state)
 
 
 def opened(value: Any, label: Label) -> Opened:
     """What a value says of itself, and what it holds, with the way there."""
-    for kinds, opener in _OPENERS:
-        if isinstance(value, kinds):
-            return opener(value, label)
-    return _open_object(value)
+    return _opener_of(type(value))(value, label)
+
+
+@functools.cache
+def _opener_of(kind: type) -> Callable[[Any, Label], Opened]:
+    return next((opener for kinds, opener in _OPENERS if issubclass(kind, kinds)), _open_object)
 
 
 def _open_mapping(value: Mapping[Any, Any], label: Label) -> Opened:
@@ -179,7 +181,7 @@ def _open_generator(value: types.GeneratorType[Any, Any, Any], label: Any) -> Op
     return f"at {value.gi_frame.f_lasti}", [(f".<{k}>", v) for k, v in value.gi_frame.f_locals.items()]
 
 
-def _open_object(value: Any) -> Opened:
+def _open_object(value: Any, label: Label) -> Opened:
     children = _own_attributes(value)
     if children or hasattr(value, "__dict__") or _slots(value):
         return "", children
@@ -208,9 +210,9 @@ def _slots(value: Any) -> list[str]:
 
 _STATES: list[tuple[Any, Callable[[Any], Any]]] = [
     (random.Random, lambda value: digest(value.getstate())),
-    (np.random.Generator, lambda value: digest(numpy_state(value.bit_generator.state))),
-    (np.random.RandomState, lambda value: digest(numpy_state(value.get_state(legacy=False)))),
-    (torch.Generator, lambda value: digest(value.get_state().tolist())),
+    (np.random.Generator, lambda value: digest(value.bit_generator.state)),
+    (np.random.RandomState, lambda value: digest(value.get_state(legacy=False))),
+    (torch.Generator, lambda value: digest(value.get_state())),
     (io.StringIO, lambda value: value.getvalue()),
     (itertools.count, repr),
     (logging.Logger, lambda value: value.name),

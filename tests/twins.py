@@ -5,7 +5,7 @@
 
 import copy
 import dataclasses
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from types import SimpleNamespace
 from typing import Any
 
@@ -101,6 +101,9 @@ class Twins:
         self._streams = (RandomStream(seed + 1), RandomStream(seed + 1))
         self._kept: tuple[list[Any], list[Any]] = ([], [])
         self._compare_kept = compare_kept
+        self._before: list[list[Any]] = [[], []]
+        for side in range(2):
+            self._look(side)
         self._number = 0
 
     @property
@@ -115,17 +118,16 @@ class Twins:
         """Run one step on both sides, each with its own copy of `args`, and compare; returns the compiled output.
 
         Compared are the returned value, everything in the world and in the closure of the step, the arguments and the
-        generators of torch, Python and NumPy; what the world held before the step, which is changed in place or
+        generators of torch, Python and NumPy; what the world held after the last step, which is changed in place or
         replaced as eager does; and what earlier steps returned, which must not be overwritten.
         """
         self._number += 1
         seen: list[Picture] = []
         for side, (step, stream, kept) in enumerate(zip((self.eager, self.compiled), self._streams, self._kept)):
             own_args = copy.deepcopy(args)
-            before = self._look(side)[1]
             with stream.active():
                 kept.append(self._call(self.worlds[side], step, *own_args))
-                seen.append(self._look(side, before)[0] | picture({"argument": own_args, **generators()})[0])
+                seen.append(self._look(side) | picture({"argument": own_args, **generators()})[0])
             seen[-1] |= picture({"output": kept[-1]}, torchs_by_value=True)[0]
         _fail_on(f"step {self._number}", differences(seen[0], seen[1]))
         if self._compare_kept:
@@ -133,9 +135,10 @@ class Twins:
             _fail_on(f"outputs kept until step {self._number}", differences(eager, compiled))
         return self._kept[1][-1]
 
-    def _look(self, side: int, before: Iterable[Any] = ()) -> tuple[Picture, list[Any]]:
+    def _look(self, side: int) -> Picture:
         roots = {**vars(self.worlds[side]), "step": self._functions[side]}
-        return picture(roots, before, torchs_by_value=True)
+        seen, self._before[side] = picture(roots, self._before[side], torchs_by_value=True)
+        return seen
 
     def steps(self, number: int, *args: Any) -> None:
         """The same batch several times."""

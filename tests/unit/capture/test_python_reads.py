@@ -53,7 +53,7 @@ def test_a_number_in_any_place(name: str) -> None:
 
 @pytest.mark.parametrize(("kind", "reader"), [(kind, reader) for kind in KINDS for reader in spellings(kind)])
 def test_a_number_in_any_spelling(kind: str, reader: str) -> None:
-    """Those without a frame of their own among them: `attrgetter`, `map`, `dict.items`, `asdict`, `json`, NumPy sums."""
+    """Among them those without a frame of their own: `attrgetter`, `map`, `dict.items`, `asdict`, NumPy sums."""
     outcome = scaled_by(HOLDERS[KINDS[kind]], reader, VALUES[:3])
     assert not outcome.refused
     assert outcome.captures <= 2
