@@ -26,9 +26,12 @@ def classifier() -> nn.Module:
 
 
 def train(
-    build: Callable[[], World], max_captures: int = 3, change: Callable[[World, int], Any] | None = None
+    trainer: Callable[[], Any],
+    max_captures: int = 3,
+    change: Callable[[World, int], Any] | None = None,
+    num_steps: int = STEPS,
 ) -> Twins:
-    """Six steps of `world.trainer.step` on both sides, with something done to the world between them."""
+    """Some steps of a trainer on both sides, with something done to the world before each."""
     twins = Twins(
         lambda: World(trainer=trainer()),
         make=lambda world: world.trainer.step,
