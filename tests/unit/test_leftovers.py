@@ -48,7 +48,7 @@ PLACES: dict[str, Callable[[Any, Any], Any]] = {
 }
 
 
-@pytest.mark.parametrize(("place", "make"), zip(PLACES, [fake, functional, symbol, fake, functional, symbol]))
+@pytest.mark.parametrize(("place", "make"), list(zip(PLACES, [fake, functional, symbol] * 2)))
 def test_what_is_left_behind_is_found(place: str, make: Callable[[], Any]) -> None:
     leftovers, kept = Leftovers(), SimpleNamespace()
     with leftovers.watching():
