@@ -52,4 +52,4 @@ def test_worlds_are_eagers_or_refused(num_worlds: int) -> None:
 
 def test_eager_worlds_are_equal() -> None:
     """The worlds themselves are sound: two eager runs of one see the same."""
-    assert not any(outcome.refused for outcome in outcomes_of(40, lambda step: step))
+    assert not any(outcome.refused for outcome in outcomes_of(20, lambda step: step))

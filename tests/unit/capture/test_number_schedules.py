@@ -2,7 +2,7 @@
 
 import copy
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -45,7 +45,14 @@ OPTIONS: dict[str, tuple[Callable[..., Optimizer], Callable[[int], dict[str, Any
 }
 
 
-@pytest.mark.parametrize("kind", OPTIONS)
+BY_DEFAULT = ("momentum", "betas", "weight decay, fused")
+
+
+def slow_unless(kinds: Iterable[str], default: Iterable[str]) -> list[Any]:
+    return [kind if kind in default else pytest.param(kind, marks=pytest.mark.slow) for kind in kinds]
+
+
+@pytest.mark.parametrize("kind", slow_unless(OPTIONS, BY_DEFAULT))
 def test_an_option_of_the_optimizer(kind: str) -> None:
     make_optimizer, options = OPTIONS[kind]
     twins = Twins(small_world(make_optimizer=make_optimizer), mse_step, compare_kept=False)
@@ -66,7 +73,7 @@ CYCLES: dict[str, tuple[Callable[..., Optimizer], Callable[[Optimizer], Any]]] =
 }
 
 
-@pytest.mark.parametrize("kind", CYCLES)
+@pytest.mark.parametrize("kind", slow_unless(CYCLES, ["one cycle, momentum", "one cycle, betas"]))
 def test_a_scheduler_that_cycles_the_momentum(kind: str) -> None:
     make_optimizer, make_scheduler = CYCLES[kind]
 
@@ -89,7 +96,7 @@ def with_average() -> World:
     return world
 
 
-@pytest.mark.parametrize("form", ["lerp", "alpha", "arithmetic"])
+@pytest.mark.parametrize("form", slow_unless(["lerp", "alpha", "arithmetic"], ["arithmetic"]))
 def test_an_average_with_a_changing_decay(form: str) -> None:
     def update(decay: float, kept: list[Tensor], new: list[Tensor]) -> None:
         for old, value in zip(kept, new):
@@ -131,7 +138,7 @@ def epoch_step(model: nn.Module, optimizer: Optimizer, epoch: int) -> Tensor:
     return loss
 
 
-@pytest.mark.parametrize("kind", [int, float])
+@pytest.mark.parametrize("kind", [int, pytest.param(float, marks=pytest.mark.slow)])
 def test_an_epoch_as_an_argument(kind: type) -> None:
     twins = Twins(small_world(), epoch_step, compare_kept=False)
     for epoch in range(STEPS):
@@ -139,6 +146,7 @@ def test_an_epoch_as_an_argument(kind: type) -> None:
     assert twins.num_captures <= MAX_CAPTURES
 
 
+@pytest.mark.slow
 def test_an_epoch_as_a_keyword() -> None:
     def call(world: World, step: Callable[..., Any], epoch: int) -> Any:
         return step(world.model, world.optimizer, epoch=epoch)
@@ -199,6 +207,7 @@ def test_a_dropout_rate_that_grows() -> None:
     run(twins, lambda number: lambda world: setattr(world.model, "temperature", 0.1 + number / 100))
 
 
+@pytest.mark.slow
 def test_several_numbers_at_once() -> None:
     def make(world: World) -> Callable[..., Tensor]:
         settings = world.settings

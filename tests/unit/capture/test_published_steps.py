@@ -129,7 +129,8 @@ def test_mixup() -> None:
 
 
 def test_mixup_and_cutmix() -> None:
-    train(lambda: Mixup(cutmix=0.5), max_captures=STEPS)
+    """Bounds of a slice are drawn, and a branch: each may be a capture, or the step is refused."""
+    train(lambda: Mixup(cutmix=0.5), max_captures=STEPS, may_refuse=True)
 
 
 class Gan:
@@ -196,16 +197,17 @@ class DinoLoss(nn.Module):
 class Dino(Trainer):
     """Schedules of momentum, weight decay and temperature, by iteration and by epoch."""
 
-    def __init__(self) -> None:
+    def __init__(self, sets_options: bool = False) -> None:
         super().__init__()
         self.teacher = copy.deepcopy(self.model)
         self.criterion = DinoLoss()
         self.momentum_schedule = 0.996 + 0.004 * np.linspace(0, 1, 20)
         self.decay_schedule = np.linspace(0.04, 0.4, 20)
         self.it = self.epoch = 0
+        self.sets_options = sets_options
 
     def step(self, features: Tensor, labels: Tensor) -> Any:
-        for group in self.optimizer.param_groups:
+        for group in self.optimizer.param_groups if self.sets_options else ():
             group["weight_decay"] = self.decay_schedule[self.it]
         with torch.no_grad():
             teacher = self.teacher(features)
@@ -221,6 +223,10 @@ class Dino(Trainer):
 
 def test_self_distillation_with_schedules() -> None:
     train(Dino, max_captures=4, change=lambda world, number: setattr(world.trainer, "epoch", number // 2))
+
+
+def test_self_distillation_that_sets_options_of_the_optimizer() -> None:
+    train(lambda: Dino(sets_options=True), max_captures=4, may_refuse=True)
 
 
 class Moco(nn.Module):
@@ -322,7 +328,7 @@ def test_a_replay_buffer() -> None:
     def add(world: World, number: int) -> None:
         world.trainer.replay.add(np.full(WIDTH, -number, dtype=np.float32), 0.5)
 
-    train(Critic, max_captures=STEPS, change=add)
+    train(Critic, max_captures=STEPS, change=add, may_refuse=True)
 
 
 class StochasticDepth(nn.Module):
