@@ -250,7 +250,7 @@ def _traced_run(call: _Call, collected: list[Collected]) -> list[Any]:
 def _introduce(call: _Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """Tell the recorder who takes part: models and optimizers, whose attributes it watches, and the arguments."""
     recorder = call.recorder
-    recorder.symbol_of = call.session.symbol
+    recorder.symbol_of = recorder.ledger.symbol_of = call.session.symbol
     for name, root in call.found.modules.items():
         for path, module in root.named_modules():
             recorder.add_module(module, f"{name}.{path}" if path else name)

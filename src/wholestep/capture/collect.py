@@ -66,8 +66,18 @@ def _collect_outputs(session: Session, bindings: dict[str, binding.Binding], ret
         values[position:] = values[position:] or [value]
         return position
 
+    memories = {
+        _torch.storage_key(lifted.twin): lifted
+        for lifted in session.lifted.values()
+        if isinstance(lifted.twin, torch.Tensor)
+    }
+
+    def base_of(view: torch.Tensor) -> binding.Binding | None:
+        lifted = memories.get(_torch.storage_key(view))
+        return None if lifted is None else slot_of(lifted.twin)
+
     recorder = session.recorder
-    templates = Templates(recorder.place_of, slot_of, computed)
+    templates = Templates(recorder.place_of, slot_of, base_of, computed)
     outputs = templates.of(returned, "the step returns")
     effects = find_effects(recorder.kept.values(), recorder.outputs, recorder.place_of, templates)
     recorder.needed = templates.numbers

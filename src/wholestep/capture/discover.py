@@ -21,6 +21,7 @@ from torch.optim import Optimizer
 
 from wholestep import _torch
 from wholestep.capture import tree
+from wholestep.capture.record.numbers import value_of
 from wholestep.errors import CaptureError
 
 _MAX_DEPTH = 4
@@ -93,6 +94,7 @@ class Reachable:
 
 def fingerprint(value: Any, depth: int = 3) -> Any:
     """A comparable picture of a value: numbers and text as they are, containers item by item, the rest by identity."""
+    value = value_of(value)
     if isinstance(value, _SCALARS):
         return (type(value), value)
     if depth and isinstance(value, (list, tuple)):

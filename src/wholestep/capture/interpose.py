@@ -96,7 +96,7 @@ class Interposer(TorchFunctionMode):
 
     def _call(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if func in fused.FUNCTIONS:
-            return fused.call(func, args, kwargs)
+            return fused.call(self.session, func, args, kwargs)
         if func is torch.autograd.grad:
             outputs = args[0] if args else kwargs["outputs"]
             outputs = [outputs] if isinstance(outputs, torch.Tensor) else outputs

@@ -7,6 +7,7 @@ from collections.abc import Callable, Generator, Mapping
 from typing import Any
 
 import torch
+from torch import fx
 
 from wholestep import _torch
 from wholestep.capture.binding import Binding
@@ -41,6 +42,7 @@ class Executable:
         self._inputs = [bindings[slot_id] for slot_id in graph.placeholders()]
         self._updates = [bindings[slot_id] for slot_id in graph.updates]
         self._results = [bindings[slot_id] for slot_id in graph.results]
+        self._repeated = _repeated(graph)
         self._step: Step | None = None
         self._corrections: Mapping[str, tuple[int, ...]] = {}
         self._timed: tuple[Step, Stopwatch] | None = None
@@ -59,8 +61,9 @@ class Executable:
             outputs, updates, results = self._execute(inputs)
             for binding, value in zip(self._updates, updates, strict=True):
                 binding.read(leaves).copy_(value)
-        for binding, value in zip(self._results, results, strict=True):
-            binding.write(value, leaves)  # pyright: ignore[reportAttributeAccessIssue]
+        for index, (binding, value) in enumerate(zip(self._results, results, strict=True)):
+            own = value.clone() if index in self._repeated else value
+            binding.write(own, leaves)  # pyright: ignore[reportAttributeAccessIssue]
         return outputs
 
     @property
@@ -106,6 +109,14 @@ class Executable:
 
     def _named_range(self) -> contextlib.AbstractContextManager[Any]:
         return torch.profiler.record_function(self._label) if _torch.is_profiling() else contextlib.nullcontext()
+
+
+def _repeated(graph: StepGraph) -> frozenset[int]:
+    """Results that are the same value as one before them: equal gradients of two parameters are two tensors."""
+    values = list(graph.results.values())
+    return frozenset(
+        index for index, value in enumerate(values) if isinstance(value, fx.Node) and value in values[:index]
+    )
 
 
 def _last_ops(graph: StepGraph, on_applied: Callable[[int], None]) -> dict[str, Callable[[], None]]:

@@ -19,7 +19,7 @@ from wholestep.capture import Capture, discover, tree
 from wholestep.capture.binding import Argument, FixedTensor
 from wholestep.capture.capture import argument_paths
 from wholestep.capture.record import Difference
-from wholestep.capture.record.places import is_plain, same
+from wholestep.capture.record.places import Rooted, Step, is_plain, same
 from wholestep.graph import SlotKind
 
 _MIN_SYMBOLIC_SIZE = 2
@@ -55,7 +55,10 @@ def make_guards(capture: Capture, call: Call) -> list[Check]:
         _arguments_guard(capture, call),
         _environment_guard(),
         *[_structure_guard(name, module) for name, module in capture.found.modules.items()],
-        *[_optimizer_guard(name, optimizer) for name, optimizer in capture.found.optimizers.items()],
+        *[
+            _optimizer_guard(name, optimizer, capture.recording.symbolic)
+            for name, optimizer in capture.found.optimizers.items()
+        ],
         _parameters_guard(capture),
         _rebindable_guard(capture),
         _gradients_guard(capture),
@@ -219,15 +222,15 @@ def fits(expected: torch.Tensor, found: Any) -> bool:
     return found is expected or (type(found) is type(expected) and tensor_type(found) == tensor_type(expected))
 
 
-def _optimizer_guard(name: str, optimizer: Optimizer) -> Check:
-    """Parameter groups, every option but the learning rate's value, and which state exists."""
+def _optimizer_guard(name: str, optimizer: Optimizer, symbolic: frozenset[tuple[Any, ...]]) -> Check:
+    """Parameter groups, every option but the learning rate's value and those that may change, and which state exists."""
     groups = [(list(group["params"]), _options(group)) for group in optimizer.param_groups]
     members = [p for params, _ in groups for p in params]
     num_hooks = _torch.num_hooks(optimizer)
     rates = _shared_rates(optimizer)
     state_keys = [tuple(optimizer.state[p]) if p in optimizer.state else () for p in members]
 
-    def check(_: Call) -> str | None:
+    def check(_: Call) -> str | Difference | None:
         if _torch.num_hooks(optimizer) != num_hooks:
             return f"hooks were added to or removed from {name}"
         if len(optimizer.param_groups) != len(groups):
@@ -236,17 +239,49 @@ def _optimizer_guard(name: str, optimizer: Optimizer) -> Check:
             if len(group["params"]) != len(params) or not all(map(operator.is_, group["params"], params)):
                 return f"the parameters of {name}.param_groups[{index}] changed"
             if (now := _options(group)) != options:
-                changed = next(key for key in {**options, **now} if now.get(key) != options.get(key))
-                return (
-                    f"'{changed}' of {name}.param_groups[{index}] changed from {options.get(changed)!r} "
-                    f"to {now.get(changed)!r}"
-                )
+                path = (Rooted(optimizer), (Step.ATTRIBUTE, "param_groups"), (Step.ITEM, index))
+                difference = _option_difference(f"{name}.param_groups[{index}]", options, now, path, symbolic)
+                if difference is not None:
+                    return difference
         if _shared_rates(optimizer) != rates:
             return f"parameter groups of {name} share their learning rate tensor in another way"
         keys = [tuple(optimizer.state[p]) if p in optimizer.state else () for p in members]
         return None if keys == state_keys else f"the state of {name} has other entries than before"
 
     return check
+
+
+def _option_difference(
+    owner: str,
+    expected: dict[str, Any],
+    now: dict[str, Any],
+    path: tuple[Any, ...],
+    symbolic: frozenset[tuple[Any, ...]],
+) -> Difference | None:
+    """The first option that changed, but for numbers that may; and the paths of all numbers that changed."""
+    reasons: list[str] = []
+    numbers: list[tuple[Any, ...]] = []
+    for key in {**expected, **now}:
+        old, new = expected.get(key), now.get(key)
+        pairs = _paired(old, new)
+        for step, before, after in pairs:
+            place = (*path, (Step.ITEM, key), *step)
+            are_numbers = type(before) is type(after) and type(before) in (int, float)
+            if same(before, after) or (place in symbolic and are_numbers):
+                continue
+            reasons.append(f"'{key}' of {owner} changed from {old!r} to {new!r}")
+            if are_numbers:
+                numbers.append(place)
+            else:
+                return Difference(reasons[-1])
+    return Difference(reasons[0], numbers) if reasons else None
+
+
+def _paired(old: Any, new: Any) -> list[tuple[tuple[Any, ...], Any, Any]]:
+    """The parts of two options that correspond: items of tuples (betas), or the options themselves."""
+    if type(old) is tuple and type(new) is tuple and len(old) == len(new):
+        return [(((Step.ITEM, index),), a, b) for index, (a, b) in enumerate(zip(old, new, strict=True))]
+    return [((), old, new)]
 
 
 def _shared_rates(optimizer: Optimizer) -> list[int]:

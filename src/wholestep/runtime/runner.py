@@ -273,7 +273,7 @@ class StepRunner:
         if difference is not None:
             self._numbers.update(difference.numbers)
         self._current = self._compile(call, None if difference is None else difference.reason)
-        broken = self._current.compute_numbers(call)
+        broken = self._current.begin(call)
         if broken is not None:
             raise GuardError(f"{self._name} does something else each time it is captured: {broken.reason}")
         return self._current

@@ -64,6 +64,11 @@ class Specialization:
         difference = self._reads.check(call)
         return self.compute_numbers(call) if difference is None else difference
 
+    def begin(self, call: Call) -> Difference | None:
+        """What `check` does besides checking, for the call that the step was captured with."""
+        self._reads.call_cached_functions()
+        return self.compute_numbers(call)
+
     def compute_numbers(self, call: Call) -> Difference | None:
         recording = self.capture.recording
         if recording.program.is_empty:
@@ -90,7 +95,7 @@ class Specialization:
             _torch.mark_stepped(optimizer)
         self.num_runs += 1
         recording = self.capture.recording
-        filling = Filling(outputs, call.leaves, recording.numbers, call)
+        filling = Filling(_distinct(outputs), call.leaves, recording.numbers, call)
         result = self.capture.outputs.fill(filling)
         if recording.effects:
             recording.effects.perform(filling)
@@ -104,3 +109,16 @@ class Specialization:
         """Undo what preparing the first run did to the optimizers."""
         for optimizer, parameter, _ in self.capture.initial_state:
             optimizer.state.pop(parameter, None)
+
+
+def _distinct(outputs: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Two values of the step that are one of the graph's (`loss` and `loss.detach()`) are two tensors in one memory."""
+    if len(outputs) < 2 or len(set(map(id, outputs))) == len(outputs):
+        return outputs
+    seen: set[int] = set()
+    result: list[Any] = []
+    for output in outputs:
+        is_again = isinstance(output, torch.Tensor) and id(output) in seen
+        result.append(output.detach() if is_again else output)
+        seen.add(id(output))
+    return tuple(result)

@@ -18,6 +18,7 @@ import builtins
 
 import functools
 import math
+import operator
 import types
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
@@ -78,6 +79,9 @@ def choose(recorder: Recorder, function: Any, args: tuple[Any, ...], kwargs: dic
             recorder.follow_all(part)
         inner = choose(recorder, function.func, (*function.args, *args), {**function.keywords, **kwargs})
         return function if inner is function.func else functools.partial(inner, *function.args, **function.keywords)
+    if kind in _GETTERS:
+        _GETTERS[kind](recorder, function, args)
+        return function
     if kind is functools._lru_cache_wrapper:  # pyright: ignore[reportPrivateUsage]
         return recorder.cached_call(function)
     recorder.follow_operators(function)
@@ -195,7 +199,9 @@ def _give(recorder: Recorder, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
         if is_plain(arg) or isinstance(arg, torch.Tensor):
             continue
         recorder.follow_all(arg)
-        if recorder.place_of(arg) is not None:
+        if isinstance(arg, type):
+            recorder.read_class(arg)
+        elif recorder.place_of(arg) is not None:
             recorder.read_deep(arg)
             recorder.might_change(arg)
         elif type(arg) in (list, tuple):
@@ -321,6 +327,35 @@ def _len(recorder: Recorder, function: Any, args: tuple[Any, ...], _kwargs: dict
         recorder.follow_operators(owner)
         return function
     return recorder.length if isinstance(owner, CONTAINERS) else function
+
+
+def _get_attributes(recorder: Recorder, getter: Any, args: tuple[Any, ...]) -> None:
+    """`operator.attrgetter("a.b")(owner)`."""
+    for name in getter.__reduce__()[1]:
+        owner = args[0]
+        for part in name.split("."):
+            recorder.read_attribute(owner, part)
+            owner = getattr(owner, part, None)
+
+
+def _get_items(recorder: Recorder, getter: Any, args: tuple[Any, ...]) -> None:
+    """`operator.itemgetter(0)(owner)`."""
+    for key in getter.__reduce__()[1]:
+        recorder.read_subscript(args[0], key)
+
+
+def _call_method(recorder: Recorder, caller: Any, args: tuple[Any, ...]) -> None:
+    """`operator.methodcaller("name")(owner)`."""
+    name, *_ = caller.__reduce__()[1]
+    recorder.read_attribute(args[0], name)
+    _give(recorder, args, {})
+
+
+_GETTERS: dict[type, Callable[..., None]] = {
+    operator.attrgetter: _get_attributes,
+    operator.itemgetter: _get_items,
+    operator.methodcaller: _call_method,
+}
 
 
 def _vars(recorder: Recorder, function: Any, args: tuple[Any, ...], _kwargs: dict[str, Any]) -> Any:

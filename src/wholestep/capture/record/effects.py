@@ -6,6 +6,7 @@ the step made (`append`, `pop`, ...), so that what was in them before need not b
 
 from __future__ import annotations
 
+import functools
 import weakref
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -22,13 +23,16 @@ from wholestep.capture.record.templates import Built, Constant, Converted, Filli
 from wholestep.errors import CaptureError
 
 
+Prepare = Callable[[Any, Filling], Callable[[], None]]
+
+
 @dataclass(frozen=True)
 class Change:
-    """What happens to one owner behind each call."""
+    """What happens to one owner after each call: `prepare` makes the new values and returns what puts them in."""
 
     name: str
     path: tuple[Any, ...]
-    apply: Callable[[Any, Filling], None]
+    prepare: Prepare
 
 
 @dataclass(frozen=True)
@@ -43,9 +47,10 @@ class Effects:
 
     def perform(self, filling: Filling) -> None:
         """Do it all with the values of one call."""
-        owners = [find(change.path, filling.call) for change in self.changes]
-        for change, owner in zip(self.changes, owners, strict=True):
-            change.apply(owner, filling)
+        # All are found and all values made before anything is written: `a, b = b, a`.
+        ready = [change.prepare(find(change.path, filling.call), filling) for change in self.changes]
+        for write in ready:
+            write()
         for function, args, kwargs in self.outputs:
             function(
                 *[arg.fill(filling) for arg in args], **{name: value.fill(filling) for name, value in kwargs.items()}
@@ -72,14 +77,14 @@ def find_effects(
     return Effects(tuple(said), tuple(changes))
 
 
-def _change(kept: Kept, place: Place, templates: Templates) -> Callable[[Any, Filling], None]:
+def _change(kept: Kept, place: Place, templates: Templates) -> Prepare:
     owner, what = kept.owner, f"the step keeps in '{place}'"
     if isinstance(owner, np.ndarray):
         content = owner.copy()
-        return lambda array, _: np.copyto(array, content)
+        return lambda array, _: functools.partial(np.copyto, array, content)
     if isinstance(owner, CellType):
         template = templates.of(owner.cell_contents, what)
-        return lambda cell, filling: setattr(cell, "cell_contents", template.fill(filling))
+        return lambda cell, filling: functools.partial(setattr, cell, "cell_contents", template.fill(filling))
     if isinstance(owner, dict):
         return _dict_change(kept, place, templates, what)
     if isinstance(kept.before, dict):
@@ -91,14 +96,19 @@ def _change(kept: Kept, place: Place, templates: Templates) -> Callable[[Any, Fi
         )
     operations = [(name, [templates.of(arg, what) for arg in args]) for name, args in kept.operations]
 
-    def apply(sequence: Any, filling: Filling) -> None:
-        for name, args in operations:
-            apply_operation(sequence, name, tuple(arg.fill(filling) for arg in args))
+    def prepare(sequence: Any, filling: Filling) -> Callable[[], None]:
+        filled = [(name, tuple(arg.fill(filling) for arg in args)) for name, args in operations]
 
-    return apply
+        def write() -> None:
+            for name, args in filled:
+                apply_operation(sequence, name, args)
+
+        return write
+
+    return prepare
 
 
-def _dict_change(kept: Kept, place: Place, templates: Templates, what: str) -> Callable[[Any, Filling], None]:
+def _dict_change(kept: Kept, place: Place, templates: Templates, what: str) -> Prepare:
     now: dict[Any, Any] = dict(kept.owner)
     gone = [key for key in kept.before if key not in now]
     new = [(key, templates.of(value, what)) for key, value in now.items() if kept.before.get(key, ABSENT) is not value]
@@ -108,14 +118,18 @@ def _dict_change(kept: Kept, place: Place, templates: Templates, what: str) -> C
             f"the step changes the order of '{place}'", advice="Remove and add items outside the step"
         )
 
-    def apply(owner: dict[Any, Any], filling: Filling) -> None:
-        kind = dict_kind(owner)
-        for key in gone:
-            kind.pop(owner, key, None)
-        for key, template in new:
-            kind.__setitem__(owner, key, template.fill(filling))
+    def prepare(owner: dict[Any, Any], filling: Filling) -> Callable[[], None]:
+        kind, filled = dict_kind(owner), [(key, template.fill(filling)) for key, template in new]
 
-    return apply
+        def write() -> None:
+            for key in gone:
+                kind.pop(owner, key, None)
+            for key, value in filled:
+                kind.__setitem__(owner, key, value)
+
+        return write
+
+    return prepare
 
 
 def _gives(template: Template, before: Any) -> bool:
@@ -131,7 +145,7 @@ def _gives(template: Template, before: Any) -> bool:
     return False
 
 
-def _attributes_change(kept: Kept, templates: Templates, what: str) -> Callable[[Any, Filling], None]:
+def _attributes_change(kept: Kept, templates: Templates, what: str) -> Prepare:
     """Slots of an object, or attributes of a class."""
     now = content_of(kept.owner)
     setter: Callable[..., None] = type.__setattr__ if isinstance(kept.owner, type) else object.__setattr__
@@ -142,10 +156,15 @@ def _attributes_change(kept: Kept, templates: Templates, what: str) -> Callable[
         if value is not ABSENT and kept.before.get(name, ABSENT) is not value
     ]
 
-    def apply(owner: Any, filling: Filling) -> None:
-        for name in gone:
-            (type.__delattr__ if isinstance(owner, type) else object.__delattr__)(owner, name)
-        for name, template in new:
-            setter(owner, name, template.fill(filling))
+    def prepare(owner: Any, filling: Filling) -> Callable[[], None]:
+        filled = [(name, template.fill(filling)) for name, template in new]
 
-    return apply
+        def write() -> None:
+            for name in gone:
+                (type.__delattr__ if isinstance(owner, type) else object.__delattr__)(owner, name)
+            for name, value in filled:
+                setter(owner, name, value)
+
+        return write
+
+    return prepare

@@ -43,6 +43,12 @@ class ReadGuard:
     def num_reads(self) -> int:
         return sum(place.parent is not None for place in self._places)
 
+    def call_cached_functions(self) -> None:
+        """Ask the functions with a cache, as the step would: the trace has left their caches as they were."""
+        for place in self._places:
+            if place.step is Step.CALL and place.parent is not None and place.expectation is not Expectation.TENSOR:
+                take(place.parent.key, place.step, place.key)
+
     def check(self, call: Any) -> Difference | None:
         """None if the call fits."""
         if self._fast is None:
@@ -98,7 +104,7 @@ class ReadGuard:
 
     def _generate(self) -> None:
         terms = [term for place in self._places if place.parent is not None for term in self._terms(place)]
-        lines = ["def check(call):", "    leaves = call.leaves"]
+        lines = ["def check(call):"]
         lines += [f"    if not ({' and '.join(chunk)}): return False" for chunk in _chunks(terms)]
         self._rename()
         exec("\n".join([*lines, "    return True"]), self._names)
@@ -106,19 +112,20 @@ class ReadGuard:
 
     def _terms(self, place: Place) -> Iterator[str]:
         assert place.parent is not None
-        owner, value, key = self._name(place.parent), self._name(place), self._key(place)
+        owner, value, key = self._spelled(place.parent), self._name(place), self._key(place)
         step, expected = place.step, place.expectation
-        if place.parent.key is ARGUMENTS and place.parent.parent is None:
-            return
-        if step is Step.ITEM and place.parent.key == "leaves" and _is_argument(place.parent):
-            yield f"leaves[{key}] is {value}"
-        elif step is Step.ITEM:
-            container = self._now[place.parent]
-            get = f"{owner}[{key}]" if type(container) in _EXACT else f"take({owner}, ITEM, {key})"
+        if place.is_given:
+            return  # the structure of the arguments is guarded as such
+        if step is Step.ITEM:
+            is_plain_item = place.parent.is_given or type(self._now[place.parent]) in _EXACT
+            get = f"{owner}[{key}]" if is_plain_item else f"take({owner}, ITEM, {key})"
             yield from self._test(get, owner, key, value, expected)
         elif step is Step.ATTRIBUTE:
             if place.key != "__dict__" or not isinstance(self._now[place.parent], torch.nn.Module):
                 yield from self._test(f"{owner}.{place.key}", owner, key, value, expected)
+        elif step is Step.CALL:
+            # A tensor is asked for when the graph runs: as often as in eager.
+            yield "True" if expected is Expectation.TENSOR else f"same(take({owner}, CALL, {key}), {value})"
         elif step is Step.CLASS:
             yield f"{owner}.__dict__[{key}] is {value}"
         elif step is Step.CELL:
@@ -142,6 +149,15 @@ class ReadGuard:
         else:
             yield f"{get} is {value}"
 
+    def _spelled(self, place: Place) -> str:
+        """An owner: the object seen last, or the way to a container among the arguments of this call."""
+        if not place.is_given:
+            return self._name(place)
+        if place.parent is None:
+            return "call"
+        above = self._spelled(place.parent)
+        return f"{above}[{self._key(place)}]" if place.step is Step.ITEM else f"{above}.{place.key}"
+
     def _name(self, place: Place) -> str:
         return f"v{self._numbers[place]}"
 
@@ -155,7 +171,7 @@ class ReadGuard:
     def _rename(self) -> None:
         """Let the expression ask for what was seen last."""
         names = self._names
-        names |= {"take": take, "ITEM": Step.ITEM, "same": same, "equal_arrays": equal_arrays}
+        names |= {"take": take, "ITEM": Step.ITEM, "CALL": Step.CALL, "same": same, "equal_arrays": equal_arrays}
         for place, value in self._now.items():
             names[self._name(place)] = value
             if place.expectation is Expectation.ARRAY:
@@ -166,10 +182,6 @@ def _walk(place: Place) -> Iterator[Place]:
     yield place
     for child in place.children.values():
         yield from _walk(child)
-
-
-def _is_argument(place: Place) -> bool:
-    return place.parent is not None and place.parent.key is ARGUMENTS
 
 
 def _are_numbers(old: Any, new: Any) -> bool:

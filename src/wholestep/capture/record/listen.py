@@ -17,6 +17,7 @@ import numpy as np
 import torch
 from torch import nn
 
+from wholestep import _torch
 from wholestep.capture.record import reads
 from wholestep.capture.record.calls import choose
 from wholestep.capture.record.follow import Followers
@@ -36,8 +37,10 @@ _QUIET: frozenset[type] = PLAIN_TYPES | {Number, torch.Tensor, nn.Parameter, tor
 def listening(recorder: Recorder) -> Generator[None]:
     """Let a recorder hear what followed code does."""
     _active.append(recorder)
+    is_followed = recorder.followers.instrumenter.is_instrumented
     try:
-        yield
+        with _torch.sizes_are_shown(lambda frame: is_followed(frame.f_code)):
+            yield
     finally:
         _active.pop()
         recorder.followers.restore()

@@ -22,6 +22,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
+import torch
+
 _BINARY: dict[str, str] = {
     "add": "+",
     "sub": "-",
@@ -39,6 +42,7 @@ _OPERATORS: dict[str, Callable[..., Any]] = {
     **{symbol: getattr(operator, name) for name, symbol in _COMPARISONS.items()},
 }
 _REAL = (int, float)
+_SYMBOLS = (torch.SymInt, torch.SymFloat, torch.SymBool)
 
 
 @dataclass
@@ -54,7 +58,8 @@ class Ledger:
     constants: dict[str, Any] = field(default_factory=dict[str, Any])
     leaves: dict[str, Any] = field(default_factory=dict[str, Any])
     """Name of each number that is read, not computed, and where it is read (a place, a draw)."""
-    is_open: bool = True
+    symbol_of: Callable[[Number], Any] = lambda number: float(number)
+    """The trace's own symbol for a number, for arithmetic with other symbols (learning rates, step counts)."""
 
     def leaf(self, value: int | float, origin: Any) -> Number:
         name = f"a{len(self.leaves)}"
@@ -102,6 +107,12 @@ class Number:
     def __torch_function__(cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         """Torch lets arguments of unknown types pass if they have this; the trace's mode has exchanged it by then."""
         return func(*map(settled, args), **{key: settled(value) for key, value in (kwargs or {}).items()})
+
+    __array_ufunc__ = None
+    """Arrays leave operators to the number, which is then taken for granted."""
+
+    def __array__(self, *args: Any, **kwargs: Any) -> Any:
+        return np.array(settled(self), *args, **kwargs)
 
     def __float__(self) -> float:
         return float(settled(self))
@@ -254,9 +265,10 @@ def _unary(number: Number, text: str, value: Any) -> Any:
 def _binary(left: Any, symbol: str, right: Any) -> Any:
     ledger = ledger_of(left if type(left) is Number else right)
     if not all(type(value_of(side)) in (int, float, bool) for side in (left, right)):
-        other = right if type(left) is Number else left
-        if type(value_of(other)).__module__ == "torch":  # a symbol of the trace: exchanged by the trace's own number
-            return NotImplemented
+        if isinstance(left, torch.Tensor) or isinstance(right, torch.Tensor):
+            return NotImplemented  # the tensor's own operator takes it as an input of the graph
+        if isinstance(left, _SYMBOLS) or isinstance(right, _SYMBOLS):
+            return _OPERATORS[symbol](_as_symbol(ledger, left), _as_symbol(ledger, right))
         return _OPERATORS[symbol](settled(left), settled(right))
     result = _OPERATORS[symbol](value_of(left), value_of(right))
     text = f"{_text(ledger, left)} {symbol} {_text(ledger, right)}"
@@ -266,8 +278,14 @@ def _binary(left: Any, symbol: str, right: Any) -> Any:
     return result
 
 
+def _as_symbol(ledger: Ledger, value: Any) -> Any:
+    return ledger.symbol_of(value) if type(value) is Number else value
+
+
 def _compared(left: Any, symbol: str, right: Any) -> Any:
     ledger = ledger_of(left if type(left) is Number else right)
+    if isinstance(left, torch.Tensor) or isinstance(right, torch.Tensor):
+        return NotImplemented
     if not all(type(value_of(side)) in (int, float, bool) for side in (left, right)):
         return _OPERATORS[symbol](settled(left), settled(right))
     outcome = _OPERATORS[symbol](value_of(left), value_of(right))

@@ -42,6 +42,8 @@ class Step(enum.Enum):
     """`getattr`: slots, `__dict__`, parts of functions and bound methods."""
     CLASS = "class"
     """An attribute of a class's own."""
+    CALL = "call"
+    """What a function with a cache returns for some arguments: `(args, kwargs)`."""
     CELL = "cell"
     LENGTH = "length"
     KEYS = "keys"
@@ -153,6 +155,8 @@ def take(owner: Any, step: Step, key: Any) -> Any:
             return object.__getattribute__(owner, key) if not isinstance(owner, type) else getattr(owner, key)
         if step is Step.CELL:
             return owner.cell_contents
+        if step is Step.CALL:
+            return owner(*key[0], **dict(key[1]))
         if step is Step.CLASS:
             return vars(owner).get(key, ABSENT)
         if step is Step.LENGTH:
@@ -181,16 +185,16 @@ def find(path: tuple[Any, ...], arguments: Any) -> Any:
     return value
 
 
-def put(path: tuple[Any, ...], value: Any) -> Callable[[], None]:
-    """Set what stands at a path that is not among the arguments; returns what undoes it."""
+def put(path: tuple[Any, ...], value: Any, arguments: Any) -> Callable[[], None]:
+    """Set what stands at a path; returns what undoes it."""
     *above, (step, key) = path
-    owner = find(tuple(above), None)
+    owner = find(tuple(above), arguments)
     before = take(owner, step, key)
     if isinstance(owner, tuple):
         items = [*owner]
         items[key] = value
         kind: Any = type(owner)
-        return put(tuple(above), kind._make(items) if hasattr(kind, "_make") else kind(items))
+        return put(tuple(above), kind._make(items) if hasattr(kind, "_make") else kind(items), arguments)
     _assign(owner, step, key, value)
     return lambda: _assign(owner, step, key, before)
 

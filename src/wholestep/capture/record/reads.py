@@ -24,7 +24,7 @@ def read_attribute(recorder: Recorder, owner: Any, name: str) -> None:
         read_from_namespace(recorder, vars(owner), owner.__name__, name)
         return
     if isinstance(owner, type):
-        _read_from_class(recorder, owner, name)
+        read_from_class(recorder, owner, name)
         return
     place = recorder.place_of(owner)
     if isinstance(_class_member(type(owner), "__getattribute__"), FunctionType):
@@ -54,12 +54,16 @@ def find_attribute(recorder: Recorder, owner: Any, name: str, place: Place | Non
             recorder.read_item(namespace, name)
         if isinstance(member, functools.cached_property) and namespace is not None:
             recorder.about_to_change(namespace)
-        _read_from_class(recorder, type(owner), name)
+        read_from_class(recorder, type(owner), name)
     elif type(owner) in (MethodType, functools.partial) or isinstance(owner, FunctionType):
         recorder.note(owner, Step.ATTRIBUTE, name, take(owner, Step.ATTRIBUTE, name))
-    elif namespace is not None:
-        recorder.read_item(namespace, name)
-        recorder.follow_all(_class_member(type(owner), "__getattr__"))
+    else:
+        if namespace is not None:
+            recorder.read_item(namespace, name)
+        getter = _class_member(type(owner), "__getattr__")
+        recorder.follow_all(getter)
+        if not isinstance(getter, FunctionType):
+            recorder.read_deep(owner)
 
 
 def read_from_namespace(recorder: Recorder, namespace: dict[str, Any], label: str, name: str) -> None:
@@ -77,7 +81,7 @@ def _is_library(module: str) -> bool:
     return root in ("torch", "numpy", "wholestep") or root in sys.stdlib_module_names
 
 
-def _read_from_class(recorder: Recorder, cls: type, name: str) -> None:
+def read_from_class(recorder: Recorder, cls: type, name: str) -> None:
     for base in cls.__mro__:
         if name in vars(base):
             member = vars(base)[name]

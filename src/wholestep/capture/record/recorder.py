@@ -29,7 +29,7 @@ from wholestep.capture import source, tree
 from wholestep.capture.record import outside, reads
 from wholestep.capture.record.calls import BUILTINS
 from wholestep.capture.record.follow import Followers, functions_in
-from wholestep.capture.record.numbers import Ledger, Number, origins_of
+from wholestep.capture.record.numbers import Ledger, Number, origins_of, settled
 from wholestep.capture.record.places import (
     ABSENT,
     ARGUMENTS,
@@ -98,6 +98,9 @@ class Recorder:
         """Names of the numbers that effects and outputs need."""
         self._plain_types: set[type] = set()
         self._entered: set[int] = set()
+        self._given: Any = None
+        self._caches: dict[int, Any] = {}
+        """Caches of functions that were empty before the trace."""
         self._read_deep: set[int] = set()
 
     # Owners
@@ -270,7 +273,10 @@ class Recorder:
         place = self._places.get(id(owner))
         if place is None:
             return len(owner)
-        if (*place.path, (Step.LENGTH, None)) in self._numbers:
+        if not isinstance(owner, list) and kept is not None:
+            self.read_all(owner)  # what writing did to the length depends on what was there
+            return len(owner)
+        if (*place.path, (Step.LENGTH, None)) in self._numbers and (kept is None or kept.has_steady_length):
             noted = self.note(owner, Step.LENGTH, None, self.ledger.leaf(before, (*place.path, (Step.LENGTH, None))))
             assert noted is not None
             return noted.value + (len(owner) - before) if len(owner) != before else noted.value
@@ -328,6 +334,16 @@ class Recorder:
     def write_attribute(self, owner: Any, name: str) -> None:
         reads.write_attribute(self, owner, name)
 
+    def read_subscript(self, owner: Any, key: Any) -> None:
+        reads.read_subscript(self, owner, key)
+
+    def read_class(self, cls: type) -> None:
+        """All plain attributes of a class: somebody whom we cannot follow is given it."""
+        for base in cls.__mro__:
+            for name, member in list(vars(base).items()):
+                if is_plain(member) and not name.startswith("__"):
+                    reads.read_from_class(self, base, name)
+
     def read_through(self, owner: Any) -> None:
         reads.read_through(self, owner)
 
@@ -354,7 +370,7 @@ class Recorder:
 
     def give(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """The arguments that the step is traced with: copies of the user's containers, and the user's objects."""
-        given = SimpleNamespace(args=args, kwargs=kwargs)
+        given = self._given = SimpleNamespace(args=args, kwargs=kwargs)
         self._register(given, Place(None, Step.ITEM, ARGUMENTS, given, Expectation.SAME, is_given=True))
         self.roots.append(self._places[id(given)])
         for name in ("args", "kwargs"):
@@ -374,13 +390,13 @@ class Recorder:
 
     @contextlib.contextmanager
     def placed_numbers(self) -> Generator[None]:
-        """Let a `Number` stand where a number stands that has changed before, but for arguments."""
+        """Let a `Number` stand where a number stands that has changed before; plain arguments are exchanged elsewhere."""
         undo: list[Callable[[], None]] = []
         try:
             for path in self._numbers:
-                value = find(path, None) if path[0].owner is not ARGUMENTS else None
+                value = find(path, self._given)
                 if type(value) in (int, float) and path[-1][0] is not Step.LENGTH:
-                    undo.append(put(path, self.ledger.leaf(value, path)))
+                    undo.append(put(path, self.ledger.leaf(value, path), self._given))
             yield
         finally:
             for put_back in reversed(undo):
@@ -448,8 +464,13 @@ class Recorder:
             if leaves:
                 self.follow_all(function.__wrapped__)
                 return function.__wrapped__(*args, **kwargs)
+            args, kwargs = tuple(map(settled, args)), {name: settled(value) for name, value in kwargs.items()}
+            if function.cache_info().currsize == 0:
+                self._caches[id(function)] = function
             with self.deaf(), _torch.untraced():
                 result = function(*args, **kwargs)
+            self.root(function)
+            self.note(function, Step.CALL, (args, tuple(kwargs.items())), result)
             if any(_torch.is_traced(value) for value in _torch.tree_leaves(result)):
                 self.refuse("fills a cache with what it computes from the model", "Call the cached function outside")
             return result
@@ -502,6 +523,8 @@ class Recorder:
             kept.restore()
         for put_back in self._generators.values():
             put_back()
+        for function in self._caches.values():
+            function.cache_clear()
 
     # Code
 

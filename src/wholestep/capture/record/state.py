@@ -17,6 +17,7 @@ import numpy as np
 from wholestep.capture.record.places import ABSENT, Step, slot_names, take
 
 _EMPTY = object()
+_STEADY = ("append", "extend", "insert", "pop")
 
 Operation = tuple[str, tuple[Any, ...]]
 """A method of a container and what it was given."""
@@ -37,6 +38,11 @@ class Kept:
     @staticmethod
     def of(owner: Any) -> Kept:
         return Kept(owner, content_of(owner))
+
+    @property
+    def has_steady_length(self) -> bool:
+        """Whether the noted operations change a list's length by the same number, however long it is."""
+        return all(name in _STEADY for name, _ in self.operations)
 
     def restore(self) -> None:
         """Put the owner back as it was."""

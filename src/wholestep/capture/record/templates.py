@@ -89,6 +89,19 @@ class FromSlot(Template):
 
 
 @dataclass(frozen=True, slots=True)
+class ViewOfSlot(Template):
+    """A view of a parameter or another input: it shares its memory, as in eager."""
+
+    where: Binding
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    offset: int
+
+    def fill(self, filling: Filling) -> Any:
+        return self.where.read(filling.leaves).detach().as_strided(self.shape, self.strides, self.offset)
+
+
+@dataclass(frozen=True, slots=True)
 class Existing(Template):
     """An object that was there before the step."""
 
@@ -152,7 +165,8 @@ def _put_items(built: Any, items: tuple[tuple[Any, Template], ...] | None, filli
 class Templates:
     """Makes templates of the values of one trace.
 
-    `place_of` tells where an object was found; `slot_of` the binding of a traced input; `computed` makes a traced value
+    `place_of` tells where an object was found; `slot_of` the binding of a traced input, `base_of` that of the
+    one that a traced view looks at; `computed` makes a traced value
     one of the graph's outputs and returns its position.
     """
 
@@ -160,10 +174,12 @@ class Templates:
         self,
         place_of: Callable[[Any], Place | None],
         slot_of: Callable[[Any], Binding | None],
+        base_of: Callable[[torch.Tensor], Binding | None],
         computed: Callable[[Any], int],
     ) -> None:
         self._place_of = place_of
         self._slot_of = slot_of
+        self._base_of = base_of
         self._computed = computed
         self._known: dict[int, Template] = {}
         self._alive: list[Any] = []
@@ -195,6 +211,10 @@ class Templates:
         if isinstance(value, torch.Tensor) and not _torch.is_traced(value):
             place = self._place_of(value)
             return Constant(value) if place is None else Existing(place.path)
+        if isinstance(value, torch.Tensor) and (base := self._base_of(value)) is not None:
+            geometry = (*value.shape, *value.stride(), value.storage_offset())
+            if all(type(number) is int for number in geometry):
+                return ViewOfSlot(base, tuple(value.shape), value.stride(), int(value.storage_offset()))
         return Computed(self._computed(value))
 
     def _built(self, value: Any, what: str) -> Template:
