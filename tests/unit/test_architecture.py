@@ -26,11 +26,12 @@ OPERATOR_NAMESPACES = ("torch.ops",)
 
 TORCH_FILE = "_torch.py"
 # What `torch.compile` is made of, and tensors without memory, have files of their own.
-TORCH_FILES = (TORCH_FILE, "_aot_torch.py", "_fake_torch.py", "_inductor_torch.py")
+TORCH_FILES = (TORCH_FILE, "_aot_torch.py", "_fake_torch.py", "_inductor_torch.py", "_ranks_torch.py")
 SETTINGS_FILE = "_settings.py"
 
 # Modules beside the rooms that every room may import; they import no room themselves.
-GROUND = {"errors", "_torch", "_aot_torch", "_fake_torch", "_inductor_torch", "_version", "_logging", "_settings"}
+GROUND = {"errors", "_torch", "_aot_torch", "_fake_torch", "_inductor_torch", "_ranks_torch"}
+GROUND |= {"_version", "_logging", "_settings"}
 # Below runtime options are passed in one by one: no room there reads settings or installs log handlers.
 SETTINGS = {"_logging", "_settings"}
 

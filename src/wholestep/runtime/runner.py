@@ -136,6 +136,8 @@ class StepRunner:
             pending.release()
         try:
             chosen = self._choose(call)
+            if self._replicas is not None:
+                self._replicas.compare_options(chosen.capture, self._num_attempts)
             self._num_calls += 1
             is_last = is_last or (self.options.max_iters is not None and self._num_calls >= self.options.max_iters)
             if self._num_calls <= self.options.verify:
@@ -383,13 +385,19 @@ class StepRunner:
         if self._replicas is None:
             self._replicas = Replicas(
                 options,
-                self._name,
-                self.options.bucket_mb,
-                self.options.cross_iteration,
-                self.options.agreement_timeout_s,
-                None if self.options.memory_budget is None else str(self.options.memory_budget),
-                self.options.chunk_loss,
-                self.options.lower,
+                self._function,
+                said.bucket_mb,
+                said.cross_iteration,
+                said.agreement_timeout_s,
+                {
+                    "memory_budget": None if said.memory_budget is None else str(said.memory_budget),
+                    "chunk_loss": said.chunk_loss,
+                    "lower": said.lower,
+                    "cuda_graphs": said.cuda_graphs,
+                    "passes": str(said.pipeline),
+                    "max_iters": said.max_iters,
+                    "verify": said.verify,
+                },
             )
         return self._replicas
 

@@ -15,7 +15,8 @@ from wholestep import _torch
 from wholestep.errors import PipelineError
 from wholestep.pipe.cut import CutGraph
 from wholestep.pipe.schedule import Action, Schedule
-from wholestep.runtime.pipeline.failures import Alarm, Watch, plain, sentence
+from wholestep.runtime.agreement import plain
+from wholestep.runtime.pipeline.failures import Alarm, Watch, sentence
 from wholestep.runtime.pipeline.links import Link, Links
 from wholestep.runtime.pipeline.messages import Message, ShareMessage, messages, share_fake, share_messages
 from wholestep.runtime.pipeline.parcels import Form, Parcel

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import re
 import threading
 import time
 from collections.abc import Callable
@@ -96,8 +95,3 @@ def sentence(rank: int, action: Action | None, error: BaseException) -> str:
     where = "" if action is None else f" in {action} (stage {action.stage}, micro-batch {action.micro_batch})"
     what = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
     return f"rank {rank} failed{where}: {what}"
-
-
-def plain(error: BaseException) -> str:
-    """What torch says about a connection, without the place in its own sources and the stack."""
-    return re.sub(r"^\[[^\]]*\] ", "", str(error)).split("\n", 1)[0]
