@@ -7,14 +7,14 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import itertools
 import json
 import logging
 import os
 import re
 import time
 import weakref
-from collections.abc import Generator, Iterator, Mapping
+from collections import Counter
+from collections.abc import Generator, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -28,23 +28,25 @@ logger = logging.getLogger(__name__)
 
 _POLL_S = 2.0
 _SAY_SO_AFTER_S = 20.0
+_COMPARE_EVERY = 1024
 
 
-_numbers: weakref.WeakKeyDictionary[dist.ProcessGroup, tuple[str, Iterator[int]]] = weakref.WeakKeyDictionary()
+_rooms: weakref.WeakKeyDictionary[dist.ProcessGroup, tuple[str, Counter[str]]] = weakref.WeakKeyDictionary()
 
 
-def room_of(group: dist.ProcessGroup) -> tuple[str, int]:
-    """A part of the job's store for this life of a group, and a number in it: the first, second, ... that is asked for.
+def room_of(group: dist.ProcessGroup, what: str) -> tuple[str, int]:
+    """A part of the job's store for this life of a group, and which of its `what` this is: the first, second, ...
 
     A store may outlive what is written to it: torchrun may keep it for ranks that it starts again, and a process may
     make its group anew. So numbers are counted here, and what was written in an earlier life is never read.
     """
-    if group not in _numbers:
+    if group not in _rooms:
         name = f"wholestep/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}/{group.group_name}"
         life = _torch.group_store(group).add(f"{name}/lives/{dist.get_rank(group)}", 1)
-        _numbers[group] = f"{name}/{life}", itertools.count(1)
-    room, numbers = _numbers[group]
-    return room, next(numbers)
+        _rooms[group] = f"{name}/{life}", Counter()
+    room, counts = _rooms[group]
+    counts[what] += 1
+    return room, counts[what]
 
 
 @dataclass(frozen=True)
@@ -64,7 +66,7 @@ class Ranks:
 
         Nobody is waited for longer than collectives of the group would wait.
         """
-        room, number = room_of(group)
+        room, number = room_of(group, "steps")
         timeout_s = min(timeout_s, _ranks_torch.group_timeout_s(group))
         return Ranks(group, dist.get_rank(group), dist.get_world_size(group), number, timeout_s, room)
 
@@ -155,6 +157,14 @@ class Ranks:
         return f"{self.room}/{self.name}/{self.number}/{moment}/{rank}"
 
 
+def is_due(number: int) -> bool:
+    """Whether ranks compare in this call what may change with each: in the second, fourth, eighth, every 1,024th.
+
+    A word between ranks in each call would be too expensive, and none would leave ranks that drift apart unnoticed.
+    """
+    return number > 1 and (not number & (number - 1) or not number % _COMPARE_EVERY)
+
+
 def _failed(moment: str) -> str:
     return f"{moment.partition('/')[0]}/failed"
 
@@ -182,16 +192,18 @@ def require_same(what: str, by_rank: list[Any]) -> None:
     """Raise `RankError` naming the first rank that differs from rank 0, and in what."""
     for rank, value in enumerate(by_rank):
         if value != by_rank[0]:
-            raise RankError(f"{what} differ between ranks: {_difference(by_rank[0], value, rank)}")
+            raise RankError(f"{what} differ between ranks: {difference(by_rank[0], value, 0, rank)}")
 
 
-def _difference(first: Any, other: Any, rank: int) -> str:
+def difference(first: Any, other: Any, first_rank: int, rank: int) -> str:
+    """The first thing in which the values of two ranks differ, in words."""
     if isinstance(first, Mapping) and isinstance(other, Mapping):
         key = next(key for key in {**first, **other} if first.get(key) != other.get(key))
         extra = [name for name in other if name not in first] if key not in other else []
         instead = f", which has {extra[0]} instead" if extra else ""
-        return f"{key} is {_shown(first.get(key))} on rank 0 and {_shown(other.get(key))} on rank {rank}{instead}"
-    return f"{_shown(first)} on rank 0 and {_shown(other)} on rank {rank}"
+        values = f"{_shown(first.get(key))} on rank {first_rank} and {_shown(other.get(key))} on rank {rank}"
+        return f"{key} is {values}{instead}"
+    return f"{_shown(first)} on rank {first_rank} and {_shown(other)} on rank {rank}"
 
 
 def _shown(value: Any) -> str:

@@ -22,12 +22,12 @@ from wholestep.errors import RankError, WholestepError
 from wholestep.graph import SlotKind, StepGraph
 from wholestep.iteration import Rotate
 from wholestep.passes import Pass
-from wholestep.runtime.agreement import Ranks, mark_of, require_same
+from wholestep.runtime.agreement import Ranks, is_due, mark_of, require_same
 from wholestep.runtime.replica_facts import (
+    all_optimizer_facts,
     code_mark,
     describe,
     mode_facts,
-    optimizer_facts,
     option_facts,
     tensor_facts,
     update_facts,
@@ -36,8 +36,6 @@ from wholestep.runtime.replica_facts import (
 logger = logging.getLogger(__name__)
 
 _BROADCAST_BYTES = 64 * 2**20
-_COMPARE_EVERY = 1024
-"""How many calls apart options are compared at most; early on they are compared more often."""
 
 
 @dataclass(frozen=True)
@@ -154,11 +152,8 @@ class Replicas:
         return captured, graph, plan
 
     def compare_options(self, captured: Capture, number: int) -> None:
-        """At the second, fourth, eighth, ... call and every 1,024th: compare options that a graph takes as inputs.
-
-        Learning rates may change with every call, and a word between ranks in each would be too expensive.
-        """
-        if number < 2 or (number & (number - 1) and number % _COMPARE_EVERY) or self.ranks.world == 1:
+        """Now and then, compare options that a graph takes as inputs and that may change with every call."""
+        if self.ranks.world == 1 or not is_due(number):
             return
         found = captured.found.optimizers.items()
         facts = {key: value for name, optimizer in found for key, value in option_facts(name, optimizer).items()}
@@ -190,7 +185,7 @@ class Replicas:
             "the parameters": tensor_facts(captured, SlotKind.PARAM),
             "the buffers": tensor_facts(captured, SlotKind.BUFFER),
             "the modes of modules": mode_facts(captured.found.modules),
-            "the optimizers": optimizer_facts(captured),
+            "the optimizers": all_optimizer_facts(captured),
             "what ranks do not share yet": self._unseen(captured, SlotKind.PARAM, SlotKind.BUFFER),
         }
         self.ranks.require_agreement(f"{number}/step", facts)

@@ -51,10 +51,18 @@ def _code_text(value: Any) -> str:
 
 
 def tensor_facts(captured: Capture, kind: SlotKind) -> dict[str, str]:
+    """By name: what each parameter or buffer of a step is."""
+    slots = captured.graph.slots_of_kind(kind)
+    return named_facts((slot.name, captured.bindings[slot.id].read([])) for slot in slots)
+
+
+def named_facts(tensors: Iterable[tuple[str, torch.Tensor]]) -> dict[str, str]:
     """By name: what each parameter or buffer is."""
-    tensors = {slot.name: captured.bindings[slot.id].read([]) for slot in captured.graph.slots_of_kind(kind)}
-    frozen = " (frozen)" if kind is SlotKind.PARAM else ""
-    return {name: describe(value) + ("" if value.requires_grad else frozen) for name, value in tensors.items()}
+    return {name: describe(value) + _frozen(value) for name, value in tensors}
+
+
+def _frozen(value: torch.Tensor) -> str:
+    return " (frozen)" if isinstance(value, nn.Parameter) and not value.requires_grad else ""
 
 
 def describe(tensor: torch.Tensor) -> str:
@@ -76,8 +84,8 @@ def _mode(module: nn.Module) -> str:
     return "train" if module.training else "eval"
 
 
-def optimizer_facts(captured: Capture) -> dict[str, Any]:
-    """Class, options (learning rates too), groups and what there is of state, by names of optimizers and parameters."""
+def all_optimizer_facts(captured: Capture) -> dict[str, Any]:
+    """Facts about all optimizers of a step."""
     names = {
         id(where.tensor): slot.name
         for slot in captured.graph.slots_of_kind(SlotKind.PARAM)
@@ -85,18 +93,28 @@ def optimizer_facts(captured: Capture) -> dict[str, Any]:
     }
     facts: dict[str, Any] = {}
     for name, optimizer in captured.found.optimizers.items():
-        facts[f"the class of {name}"] = f"{type(optimizer).__module__}.{type(optimizer).__qualname__}"
-        facts |= option_facts(name, optimizer)
-        for index, group in enumerate(optimizer.param_groups):
-            own = [names[id(parameter)] for parameter in group["params"] if id(parameter) in names]
-            facts |= {f"{name}'s group of {parameter}": index for parameter in own}
-        for parameter, state in optimizer.state.items():
-            if state and id(parameter) in names:
-                facts[f"{name}'s state of {names[id(parameter)]}"] = {
-                    key: describe(value) if isinstance(value, torch.Tensor) else plain(value)
-                    for key, value in state.items()
-                }
+        facts |= optimizer_facts(name, optimizer, names) | _state_facts(name, optimizer, names)
     return facts
+
+
+def optimizer_facts(name: str, optimizer: Optimizer, names: Mapping[int, str]) -> dict[str, Any]:
+    """Class, options (learning rates too) and groups; `names` are those of parameters by id."""
+    facts: dict[str, Any] = {f"the class of {name}": f"{type(optimizer).__module__}.{type(optimizer).__qualname__}"}
+    facts |= option_facts(name, optimizer)
+    for index, group in enumerate(optimizer.param_groups):
+        own = [names[id(parameter)] for parameter in group["params"] if id(parameter) in names]
+        facts |= {f"{name}'s group of {parameter}": index for parameter in own}
+    return facts
+
+
+def _state_facts(name: str, optimizer: Optimizer, names: Mapping[int, str]) -> dict[str, Any]:
+    return {
+        f"{name}'s state of {names[id(parameter)]}": {
+            key: describe(value) if isinstance(value, torch.Tensor) else plain(value) for key, value in state.items()
+        }
+        for parameter, state in optimizer.state.items()
+        if state and id(parameter) in names
+    }
 
 
 def option_facts(name: str, optimizer: Optimizer) -> dict[str, Any]:
