@@ -11,7 +11,7 @@ import contextlib
 import json
 import time
 from collections import deque
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Generator, Mapping
 from typing import Any
 
 import torch.distributed as dist
@@ -65,44 +65,49 @@ class Calls:
     def require_same(self) -> None:
         """Wait until all ranks have told what they do in this call; raises `RankError` if that is not the same."""
         started, pause_s = time.monotonic(), _FIRST_PAUSE_S
-        missing = list(range(self.ranks.world))
+        own = self._of(self.ranks.rank)[self.number]
+        missing = [rank for rank in range(self.ranks.world) if rank != self.ranks.rank]
         while missing:
-            text = self.difference(missing)
-            if text is not None:
-                raise RankError(text)
-            missing = [rank for rank in missing if self._last(rank) < self.number]
-            if missing and time.monotonic() - started > self.timeout_s:
+            told = self._of(missing[0])
+            if max(told, default=0) >= self.number:
+                self._refuse_other(own, missing.pop(0), told)
+                continue
+            if time.monotonic() - started > self.timeout_s:
                 raise RankError(
                     f"rank {missing[0]} has not called the pipeline {self.timeout_s:.0f} s after rank "
                     f"{self.ranks.rank} did: all ranks call it equally often"
                 )
-            time.sleep(pause_s if missing else 0)
+            time.sleep(pause_s)
             pause_s = min(2 * pause_s, _LAST_PAUSE_S)
 
-    def difference(self, ranks: Sequence[int] | None = None) -> str | None:
+    def difference(self) -> str | None:
         """What another rank does otherwise in the same call, as far as is known; raises `RuntimeError` without a store.
 
         Ranks that are not there yet, or far ahead, are passed over.
         """
         own = self._of(self.ranks.rank).get(self.number)
-        for rank in range(self.ranks.world) if ranks is None else ranks:
-            other = self._of(rank).get(self.number)
-            if own is not None and other is not None and own != other:
-                low, high = sorted(((self.ranks.rank, own), (rank, other)), key=lambda pair: pair[0])
-                return (
-                    f"ranks call the pipeline in different ways: {difference(low[1], high[1], low[0], high[0])} in "
-                    f"call {self.number}"
-                )
+        if own is None:
+            return None
+        try:
+            for rank in range(self.ranks.world):
+                self._refuse_other(own, rank, self._of(rank))
+        except RankError as error:
+            return str(error)
         return None
+
+    def _refuse_other(self, own: Any, rank: int, told: Mapping[int, Any]) -> None:
+        other = told.get(self.number, own)
+        if other == own:
+            return
+        low, high = sorted(((self.ranks.rank, own), (rank, other)), key=lambda pair: pair[0])
+        different = difference(low[1], high[1], low[0], high[0])
+        raise RankError(f"ranks call the pipeline in different ways: {different} in call {self.number}")
 
     def _of(self, rank: int) -> dict[int, Any]:
         """The last calls of a rank by number."""
         if not self._store.check([self._key(rank)]):
             return {}
         return {one["number"]: one["facts"] for one in json.loads(self._store.get(self._key(rank)))}
-
-    def _last(self, rank: int) -> int:
-        return max(self._of(rank), default=0)
 
     @property
     def _store(self) -> Store:
