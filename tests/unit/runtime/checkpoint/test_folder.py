@@ -34,7 +34,8 @@ def resumed(folder: Path) -> int:
 
 
 def names(folder: Path) -> list[str]:
-    return sorted(path.name for path in folder.iterdir())
+    """What is in a folder, without the lock of whoever saves there."""
+    return sorted(path.name for path in folder.iterdir() if path.name != ".lock")
 
 
 class Died(BaseException):

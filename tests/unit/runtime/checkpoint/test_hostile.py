@@ -222,7 +222,7 @@ def no_dict(metadata: Any) -> None:
         (negative, "has no number where one should be"),
         (enormous, r"the blocks of model\.weight do not fill it"),
         (holes, r"the blocks of model\.weight do not fill it"),
-        (the_same_bytes_again_and_again, "its entries have more bytes than its files"),
+        (the_same_bytes_again_and_again, "two of its entries overlap in __0_0.distcp"),
         (encoded, "encoded in a way that is not known here"),
         (deep, "has no path where one should be"),
         (twice, "it has extra.list twice"),
