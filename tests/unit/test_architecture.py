@@ -31,7 +31,7 @@ SETTINGS_FILE = "_settings.py"
 
 # Modules beside the rooms that every room may import; they import no room themselves.
 GROUND = {"errors", "_torch", "_aot_torch", "_fake_torch", "_inductor_torch", "_ranks_torch"}
-GROUND |= {"_version", "_logging", "_settings"}
+GROUND |= {"_version", "_logging", "_settings", "_output"}
 # Below runtime options are passed in one by one: no room there reads settings or installs log handlers.
 SETTINGS = {"_logging", "_settings"}
 
