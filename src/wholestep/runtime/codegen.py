@@ -19,6 +19,7 @@ from torch import fx
 from wholestep import _torch
 from wholestep.capture.layouts import dense_strides, memory_order
 from wholestep.graph import StepGraph, map_nodes, ops
+from wholestep.runtime.collectives import Collective
 
 Step = Callable[[list[Any]], tuple[tuple[Any, ...], tuple[Any, ...], tuple[Any, ...]]]
 
@@ -227,6 +228,8 @@ def best_binding(graph: StepGraph, node: fx.Node) -> Callable[..., Any]:
         return target
     if target is torch.ops.aten._local_scalar_dense.default:
         return torch.Tensor.item
+    if ops.is_collective(target):
+        return Collective(_torch.direct_call(target), node)
     key = (target, *(_kind(value) for value in node.args), *((name, _kind(v)) for name, v in node.kwargs.items()))
     if key not in _known_bindings:
         candidates = _torch.generated_bindings(target)
