@@ -153,7 +153,9 @@ def _stack_after(stack: list[bool], instruction: Instruction, *, is_jump: bool) 
         return [*stack, True]
     if name == "LOAD_GLOBAL" and arg is not None and arg & 1:
         return [*stack, True, False]
-    if name == "LOAD_METHOD" or (name in ("LOAD_ATTR", "LOAD_SUPER_ATTR") and arg is not None and _is_method(name, arg)):
+    if name == "LOAD_METHOD" or (
+        name in ("LOAD_ATTR", "LOAD_SUPER_ATTR") and arg is not None and _is_method(name, arg)
+    ):
         return [*stack[: -3 if name == "LOAD_SUPER_ATTR" else -1], True, False]
     if name in ("PRECALL", "KW_NAMES"):
         return stack
@@ -165,7 +167,9 @@ def _stack_after(stack: list[bool], instruction: Instruction, *, is_jump: bool) 
         swapped = [*stack]
         swapped[-1], swapped[-(arg or 1)] = swapped[-(arg or 1)], swapped[-1]
         return swapped
-    effect = dis.stack_effect(instruction.opcode, arg if instruction.opcode >= dis.HAVE_ARGUMENT else None, jump=is_jump)
+    effect = dis.stack_effect(
+        instruction.opcode, arg if instruction.opcode >= dis.HAVE_ARGUMENT else None, jump=is_jump
+    )
     return [*stack, *[False] * effect] if effect >= 0 else stack[:effect]
 
 

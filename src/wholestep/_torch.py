@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
-import sys
 from collections.abc import Callable, Generator, Sequence
 from typing import Any
 from unittest import mock
@@ -95,13 +94,6 @@ def real_kernels() -> Generator[None]:
 def outside_modes() -> Generator[None]:
     """Run ops for real although somebody traces, fakes or transforms them just now."""
     with _disable_current_modes(), torch._C._DisableFuncTorch(), torch.inference_mode(mode=False):
-        yield
-
-
-@contextlib.contextmanager
-def untraced() -> Generator[None]:
-    """Run Python for real in the middle of a trace: no mode sees what it calls."""
-    with outside_modes(), torch._C.DisableTorchFunction():
         yield
 
 
@@ -452,29 +444,6 @@ def num_tensor_hooks(tensor: torch.Tensor) -> int:
 def num_hooks(owner: torch.nn.Module | Optimizer) -> tuple[int, ...]:
     """How many hooks of each kind a module or optimizer has; hooks are traced, so a new one needs a new capture."""
     return tuple([len(value) for name, value in vars(owner).items() if name.endswith("_hooks")])
-
-
-@contextlib.contextmanager
-def sizes_are_shown(is_asking: Callable[[Any], bool]) -> Generator[None]:
-    """Let the text of a symbolic size be that of its value where `is_asking(frame)`; the size is fixed then.
-
-    Torch would show the symbol, which must not get into the names and messages that a step makes of sizes.
-    """
-
-    def shown(original: Callable[..., str]) -> Callable[..., str]:
-        def show(size: torch.SymInt, *spec: Any) -> str:
-            if not is_asking(sys._getframe(1)):
-                return original(size, *spec)
-            value = int(size)
-            return format(value, *spec)
-
-        return show
-
-    with contextlib.ExitStack() as stack:
-        for name in ("__str__", "__repr__", "__format__"):
-            original = getattr(torch.SymInt, name)
-            stack.enter_context(mock.patch.object(torch.SymInt, name, shown(original)))
-        yield
 
 
 def num_hooks_ever() -> int:

@@ -133,5 +133,7 @@ class AtPlace:
         return self.find()
 
 
-Binding = FixedTensor | BufferOf | StateOf | GradOf | GradOfArgument | LearningRate | Argument | Carried | NumberOf | AtPlace
+Binding = (
+    FixedTensor | BufferOf | StateOf | GradOf | GradOfArgument | LearningRate | Argument | Carried | NumberOf | AtPlace
+)
 Rebindable = StateOf | GradOf | GradOfArgument | Carried

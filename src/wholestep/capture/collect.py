@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from wholestep import _torch
-from wholestep.capture import binding, tree
+from wholestep.capture import binding
 from wholestep.capture.discover import Reachable
 from wholestep.capture.record.effects import Effects, find_effects
 from wholestep.capture.record.templates import Template, Templates

@@ -47,10 +47,6 @@ _READS_A_VALUE = {
 }
 # More than a number: an array, or text.
 _SHOWS_A_VALUE = (torch.Tensor.numpy, torch.Tensor.__format__, torch.Tensor.__repr__)
-_VALUE_ADVICE = (
-    "A captured step cannot look at values while it runs: return the tensor and read it after the call, "
-    "or use torch.where / torch.clamp instead of Python branches"
-)
 _NO_SYMBOLIC_KERNEL = (F.pad, torch.constant_pad_nd, F.linear)
 _OUT_OF_PLACE = (torch.bernoulli, torch.Tensor.bernoulli)
 _READS_BY_NAME = {"__bool__": _READS_A_VALUE[torch.Tensor.__bool__], "tolist": ".tolist()"}
@@ -75,7 +71,7 @@ class Interposer(TorchFunctionMode):
             raise CaptureError(
                 f"{_what_reads(func)} needs a value that is only known when the step runs",
                 location=source.current_location(),
-                advice=_VALUE_ADVICE,
+                advice=source.VALUE_ADVICE,
             )
         _refuse_generators(args, kwargs)
         numbers = [value for value in (*args, *(kwargs or {}).values()) if type(value) is Number]

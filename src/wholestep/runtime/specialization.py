@@ -76,7 +76,9 @@ class Specialization:
         try:
             numbers = recording.program.run(call)
         except Broken as broken:
-            return Difference(f"a number that the step reads or draws leads elsewhere{f' ({broken})' if str(broken) else ''}")
+            return Difference(
+                f"a number that the step reads or draws leads elsewhere{f' ({broken})' if str(broken) else ''}"
+            )
         recording.numbers.clear()
         recording.numbers.update(numbers)
         return None

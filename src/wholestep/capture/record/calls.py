@@ -15,7 +15,6 @@ does besides is known for those that matter:
 from __future__ import annotations
 
 import builtins
-
 import functools
 import math
 import operator
@@ -44,11 +43,46 @@ _C_CALLABLES = (
 )
 # Functions of these modules depend on nothing but what they are given.
 _PURE_MODULES = frozenset(
-    """
-    builtins math cmath _operator operator itertools _functools _collections _abc _struct _json _sre _heapq _bisect
-    _weakref _thread sys gc _warnings numpy torch _statistics _string _datetime array binascii zlib _codecs unicodedata
-    _typing _contextvars copyreg _signal errno marshal _imp _ast _symtable
-    """.split()
+    [
+        "builtins",
+        "math",
+        "cmath",
+        "_operator",
+        "operator",
+        "itertools",
+        "_functools",
+        "_collections",
+        "_abc",
+        "_struct",
+        "_json",
+        "_sre",
+        "_heapq",
+        "_bisect",
+        "_weakref",
+        "_thread",
+        "sys",
+        "gc",
+        "_warnings",
+        "numpy",
+        "torch",
+        "_statistics",
+        "_string",
+        "_datetime",
+        "array",
+        "binascii",
+        "zlib",
+        "_codecs",
+        "unicodedata",
+        "_typing",
+        "_contextvars",
+        "copyreg",
+        "_signal",
+        "errno",
+        "marshal",
+        "_imp",
+        "_ast",
+        "_symtable",
+    ]
 )
 _CLOCKS = ("time",)
 
@@ -215,7 +249,11 @@ def _with_numbers(recorder: Recorder, function: Any, args: tuple[Any, ...], kwar
     ):
         return functools.partial(_compute, function)
     if function in (min, max, sum, isinstance, print, getattr, setattr, str, repr, format, type):
-        return _class(recorder, function, args, kwargs) if isinstance(function, type) else _builtin(recorder, function, args, kwargs)
+        return (
+            _class(recorder, function, args, kwargs)
+            if isinstance(function, type)
+            else _builtin(recorder, function, args, kwargs)
+        )
     root = str(getattr(function, "__module__", None) or type(getattr(function, "__self__", None)).__module__)
     is_torch = root.split(".")[0] == "torch" or isinstance(getattr(function, "__self__", None), torch.Tensor)
     if is_torch or isinstance(function, type(torch.ops.aten.add)):
@@ -240,17 +278,49 @@ def _with_symbols(recorder: Recorder, function: Any, *args: Any, **kwargs: Any) 
 # Containers
 
 _READERS = frozenset(
-    """
-    keys values items get copy index count __iter__ __len__ __contains__ __getitem__ __eq__ __ne__ __lt__ __le__ __gt__
-    __ge__ __add__ __mul__ __reversed__ __or__ union intersection difference symmetric_difference issubset issuperset
-    isdisjoint __repr__ __str__ __format__ __hash__ __sizeof__ __reduce__ __reduce_ex__ __class_getitem__ _asdict
-    """.split()
+    [
+        "keys",
+        "values",
+        "items",
+        "get",
+        "copy",
+        "index",
+        "count",
+        "__iter__",
+        "__len__",
+        "__contains__",
+        "__getitem__",
+        "__eq__",
+        "__ne__",
+        "__lt__",
+        "__le__",
+        "__gt__",
+        "__ge__",
+        "__add__",
+        "__mul__",
+        "__reversed__",
+        "__or__",
+        "union",
+        "intersection",
+        "difference",
+        "symmetric_difference",
+        "issubset",
+        "issuperset",
+        "isdisjoint",
+        "__repr__",
+        "__str__",
+        "__format__",
+        "__hash__",
+        "__sizeof__",
+        "__reduce__",
+        "__reduce_ex__",
+        "__class_getitem__",
+        "_asdict",
+    ]
 )
 
 
-def _container_method(
-    recorder: Recorder, owner: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> None:
+def _container_method(recorder: Recorder, owner: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """A method of a builtin container; one that may write is noted with what it is given."""
     _give(recorder, args, kwargs)
     if recorder.place_of(owner) is None:

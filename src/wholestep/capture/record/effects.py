@@ -22,7 +22,6 @@ from wholestep.capture.record.state import Kept, apply_operation, content_of, di
 from wholestep.capture.record.templates import Built, Constant, Converted, Filling, FromSlot, Template, Templates
 from wholestep.errors import CaptureError
 
-
 Prepare = Callable[[Any, Filling], Callable[[], None]]
 
 
@@ -114,9 +113,7 @@ def _dict_change(kept: Kept, place: Place, templates: Templates, what: str) -> P
     new = [(key, templates.of(value, what)) for key, value in now.items() if kept.before.get(key, ABSENT) is not value]
     new = [(key, template) for key, template in new if not _gives(template, kept.before.get(key, ABSENT))]
     if [key for key in kept.before if key in now] + [key for key in now if key not in kept.before] != list(now):
-        raise CaptureError(
-            f"the step changes the order of '{place}'", advice="Remove and add items outside the step"
-        )
+        raise CaptureError(f"the step changes the order of '{place}'", advice="Remove and add items outside the step")
 
     def prepare(owner: dict[Any, Any], filling: Filling) -> Callable[[], None]:
         kind, filled = dict_kind(owner), [(key, template.fill(filling)) for key, template in new]

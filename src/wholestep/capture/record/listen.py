@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from wholestep import _torch
+from wholestep import _recording_torch
 from wholestep.capture.record import reads
 from wholestep.capture.record.calls import choose
 from wholestep.capture.record.follow import Followers
@@ -39,7 +39,7 @@ def listening(recorder: Recorder) -> Generator[None]:
     _active.append(recorder)
     is_followed = recorder.followers.instrumenter.is_instrumented
     try:
-        with _torch.sizes_are_shown(lambda frame: is_followed(frame.f_code)):
+        with _recording_torch.sizes_are_shown(lambda frame: is_followed(frame.f_code)):
             yield
     finally:
         _active.pop()

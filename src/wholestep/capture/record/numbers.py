@@ -38,7 +38,10 @@ _BITS: dict[str, str] = {"and": "&", "or": "|", "xor": "^", "lshift": "<<", "rsh
 _COMPARISONS: dict[str, str] = {"lt": "<", "le": "<=", "gt": ">", "ge": ">=", "eq": "==", "ne": "!="}
 _OPERATORS: dict[str, Callable[..., Any]] = {
     **{symbol: getattr(operator, name) for name, symbol in _BINARY.items()},
-    **{symbol: getattr(operator, name.rstrip("_") + "_" if name in ("and", "or") else name) for name, symbol in _BITS.items()},
+    **{
+        symbol: getattr(operator, name.rstrip("_") + "_" if name in ("and", "or") else name)
+        for name, symbol in _BITS.items()
+    },
     **{symbol: getattr(operator, name) for name, symbol in _COMPARISONS.items()},
 }
 _REAL = (int, float)

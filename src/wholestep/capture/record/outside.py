@@ -79,7 +79,9 @@ def _drawn(recorder: Recorder, function: Any, *args: Any, **kwargs: Any) -> Any:
     recorder.keep_generator(function.__self__)
     ledger = recorder.ledger
     result = function(*map(numbers.value_of, args), **{key: numbers.value_of(value) for key, value in kwargs.items()})
-    texts = [_text(ledger, value) for value in args] + [f"{key}={_text(ledger, value)}" for key, value in kwargs.items()]
+    texts = [_text(ledger, value) for value in args] + [
+        f"{key}={_text(ledger, value)}" for key, value in kwargs.items()
+    ]
     number = ledger.computed(f"{ledger.constant(function)}({', '.join(texts)})", _as_number(result))
     if isinstance(result, (int, float, np.integer, np.floating)) and not isinstance(result, bool):
         return number
@@ -116,7 +118,7 @@ def _keep_output(recorder: Recorder, function: Any, *args: Any, **kwargs: Any) -
             raise CaptureError(
                 "printing a tensor needs a value that is only known when the step runs",
                 location=source.current_location(),
-                advice="Print tensor.detach(), or return it and print it after the call",
+                advice=source.VALUE_ADVICE,
             )
     recorder.outputs.append(Output(function, args, kwargs))
 
@@ -140,7 +142,9 @@ def _log_again(logger: logging.Logger, location: str, level: int, message: Any, 
     """A log record as it came from the user's line."""
     if logger.isEnabledFor(level):
         filename, _, line = location.rpartition(":")
-        record = logger.makeRecord(logger.name, level, filename, int(line), message, args, None, extra=kwargs.get("extra"))
+        record = logger.makeRecord(
+            logger.name, level, filename, int(line), message, args, None, extra=kwargs.get("extra")
+        )
         logger.handle(record)
 
 

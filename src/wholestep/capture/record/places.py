@@ -266,7 +266,7 @@ def same(left: Any, right: Any) -> bool:
     if type(left) is not type(right):
         return False
     if isinstance(left, float):
-        return left == right and str(left) == str(right) or (left != left and right != right)
+        return (left == right and str(left) == str(right)) or (left != left and right != right)
     if isinstance(left, (tuple, torch.Size)):
         return len(left) == len(right) and all(map(same, left, right))
     return bool(left == right)
@@ -309,5 +309,3 @@ def _shown(place: Place) -> str:
 
 def _is_namespace(place: Place) -> bool:
     return place.parent is None and isinstance(place.key, dict)
-
-

@@ -185,5 +185,3 @@ def read_through(recorder: Recorder, owner: Any) -> None:
         recorder.refuse(
             f"takes items from an iterator that outlives it (a {type(owner).__name__})", "Call next() outside the step"
         )
-
-

@@ -24,7 +24,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from wholestep import _torch
+from wholestep import _recording_torch, _torch
 from wholestep.capture import source, tree
 from wholestep.capture.record import outside, reads
 from wholestep.capture.record.calls import BUILTINS
@@ -161,9 +161,11 @@ class Recorder:
 
     def add_function(self, function: Any) -> None:
         """The step itself: what it is bound to is always the same."""
-        for part in (function, getattr(function, "__self__", None)):
-            if part is not None and not is_plain(part):
-                self.root(part)
+        owner = getattr(function, "__self__", None)
+        if owner is not None and not is_plain(owner):
+            self.root(owner, "self")
+        if not is_plain(function):
+            self.root(function)
 
     # Reads
 
@@ -467,7 +469,7 @@ class Recorder:
             args, kwargs = tuple(map(settled, args)), {name: settled(value) for name, value in kwargs.items()}
             if function.cache_info().currsize == 0:
                 self._caches[id(function)] = function
-            with self.deaf(), _torch.untraced():
+            with self.deaf(), _recording_torch.untraced():
                 result = function(*args, **kwargs)
             self.root(function)
             self.note(function, Step.CALL, (args, tuple(kwargs.items())), result)

@@ -226,7 +226,9 @@ class Templates:
         if isinstance(value, weakref.ref):
             return Converted(number, weakref.ref, (self.of(value(), what),))
         if type(value) is types.MethodType:
-            return Converted(number, functools.partial(types.MethodType, value.__func__), (self.of(value.__self__, what),))
+            return Converted(
+                number, functools.partial(types.MethodType, value.__func__), (self.of(value.__self__, what),)
+            )
         if isinstance(value, (type, types.FunctionType, types.BuiltinFunctionType, types.ModuleType)) or not (
             is_open(value) and type(value) not in (functools.partial, types.CellType)
         ):
@@ -238,7 +240,11 @@ class Templates:
         elif isinstance(value, (list, set, collections.deque)):
             items = tuple((index, self.of(item, what)) for index, item in enumerate(value))
         attributes = [(name, item) for name, item in getattr(value, "__dict__", {}).items()]
-        attributes += [(name, item) for name in slot_names(type(value)) if (item := take(value, Step.ATTRIBUTE, name)) is not ABSENT]
+        attributes += [
+            (name, item)
+            for name in slot_names(type(value))
+            if (item := take(value, Step.ATTRIBUTE, name)) is not ABSENT
+        ]
         return Built(
             number,
             _empty(value),
@@ -271,8 +277,12 @@ def _from_parts(kind: type, *parts: Any) -> Any:
 def _empty(value: Any) -> Callable[[], Any]:
     kind = type(value)
     if isinstance(value, collections.deque):
-        return functools.partial(collections.deque, (), value.maxlen) if kind is collections.deque else (
-            lambda: kind.__new__(kind)  # pyright: ignore[reportUnknownLambdaType]
+        return (
+            functools.partial(collections.deque, (), value.maxlen)
+            if kind is collections.deque
+            else (
+                lambda: kind.__new__(kind)  # pyright: ignore[reportUnknownLambdaType]
+            )
         )
     if isinstance(value, collections.defaultdict):
         return functools.partial(kind, value.default_factory)  # pyright: ignore[reportUnknownMemberType, reportUnknownVariableType]

@@ -432,7 +432,9 @@ def _result(
     num_outputs = compiled.graphs.cut.num_outputs
     parts = [
         compiled.graphs.captured.outputs.fill(
-            Filling(tuple(one.get(index) for index in range(num_outputs)), own, compiled.graphs.captured.recording.numbers)
+            Filling(
+                tuple(one.get(index) for index in range(num_outputs)), own, compiled.graphs.captured.recording.numbers
+            )
         )
         for one, own in zip(outputs, leaves, strict=True)
     ]
