@@ -142,8 +142,16 @@ def null_stacks(instructions: Sequence[Instruction]) -> dict[int, list[bool]]:
 
 
 _NEVER_CONTINUE = frozenset(
-    ["RETURN_VALUE", "RETURN_CONST", "RAISE_VARARGS", "RERAISE", "JUMP_FORWARD", "JUMP_BACKWARD"]
-    + ["JUMP_BACKWARD_NO_INTERRUPT", "JUMP_NO_INTERRUPT"]
+    [
+        "RETURN_VALUE",
+        "RETURN_CONST",
+        "RAISE_VARARGS",
+        "RERAISE",
+        "JUMP_FORWARD",
+        "JUMP_BACKWARD",
+        "JUMP_BACKWARD_NO_INTERRUPT",
+        "JUMP_NO_INTERRUPT",
+    ]
 )
 
 

@@ -91,6 +91,7 @@ class _Call:
     states: dict[str, State] = field(default_factory=dict)
     parameter_names: dict[int, str] = field(default_factory=dict)
     options: dict[str, list[Any]] = field(default_factory=dict)
+    lent_groups: dict[int, list[torch.Tensor]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         is_imagined = any(map(blank.is_blank, _tensors(self.found, self.args, self.kwargs)))
@@ -98,6 +99,7 @@ class _Call:
             new_fake_mode(is_imagined=is_imagined),
             has_symbolic_sizes=bool(self.dynamic_leaves),
             zero_gradients=self.zero_gradients,
+            optimizers={id(optimizer) for optimizer in self.found.optimizers.values()},
             questions=Questions(is_answering=self.answers and not is_imagined),
         )
         self.recorder = self.session.recorder = Recorder(self.numbers)
@@ -366,7 +368,8 @@ def _lent_optimizer(call: _Call, name: str, optimizer: Optimizer) -> contextlib.
     def twin_of(parameter: torch.Tensor) -> torch.Tensor:
         return call.session.twins[id(parameter)]
 
-    return swap.lent_optimizer(optimizer, call.states[name], twin_of, lift_state, lift_rate)
+    wrappers = call.found.wrappers.get(name, [])
+    return swap.lent_optimizer(optimizer, call.states[name], twin_of, lift_state, lift_rate, call.lent_groups, wrappers)
 
 
 def _options(optimizer: Optimizer) -> list[Any]:

@@ -66,6 +66,8 @@ class Session:
     """Parameters that get a gradient of zeros where the backward leaves none (other ranks have one)."""
     buffer_slots: dict[tuple[int, str], str] = field(default_factory=dict)
     """(id of a module, name) of each buffer -> its slot; several places may share one."""
+    optimizers: set[int] = field(default_factory=set)
+    """Ids of the optimizers whose state has been lifted."""
     stepped: list[Optimizer] = field(default_factory=list)
     optimizer: Optimizer | None = None
     """The optimizer whose `step()` is running."""
@@ -221,6 +223,12 @@ class Session:
 
     def note_optimizer_step(self, optimizer: Optimizer) -> None:
         """Note which parameters `optimizer.step()` will update; refuses an optimizer that would update none."""
+        if id(optimizer) not in self.optimizers:
+            raise CaptureError(
+                f"the step updates with a {type(optimizer).__name__} that could not be found: its state is not known",
+                location=source.current_location(),
+                advice="Pass the optimizer itself as an argument of the train step, not only what wraps it",
+            )
         self.stepped.append(optimizer)
         members = [p for group in optimizer.param_groups for p in group["params"]]
         updated = {id(p) for p in members if _torch.is_traced(p) and p.grad is not None}

@@ -223,7 +223,7 @@ def fits(expected: torch.Tensor, found: Any) -> bool:
 
 
 def _optimizer_guard(name: str, optimizer: Optimizer, symbolic: frozenset[tuple[Any, ...]]) -> Check:
-    """Parameter groups, every option but the learning rate's value and those that may change, and which state exists."""
+    """Parameter groups, every option but learning rates and numbers that may change, and which state exists."""
     groups = [(list(group["params"]), _options(group)) for group in optimizer.param_groups]
     members = [p for params, _ in groups for p in params]
     num_hooks = _torch.num_hooks(optimizer)

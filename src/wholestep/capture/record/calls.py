@@ -119,7 +119,7 @@ def choose(recorder: Recorder, function: Any, args: tuple[Any, ...], kwargs: dic
     if kind is functools._lru_cache_wrapper:  # pyright: ignore[reportPrivateUsage]
         return recorder.cached_call(function)
     recorder.follow_operators(function)
-    recorder.follow_all(getattr(kind, "__call__", None))
+    recorder.follow_all(vars(kind).get("__call__"))
     _give(recorder, args, kwargs)
     return function
 
@@ -161,7 +161,7 @@ def _class(recorder: Recorder, cls: type, args: tuple[Any, ...], kwargs: dict[st
         return handler(recorder, cls, args, kwargs)
     for name in ("__new__", "__init__", "__post_init__"):
         recorder.follow_all(getattr(cls, name, None))
-    recorder.follow_all(getattr(type(cls), "__call__", None))
+    recorder.follow_operators(cls)
     if not any(isinstance(vars(base).get("__init__"), types.FunctionType) for base in cls.__mro__):
         _give(recorder, args, kwargs)
     return cls

@@ -264,7 +264,7 @@ class _Editor:
         return [*self._insert(hook, count, bytecode.load_cell(instruction.argval), name), bytecode.kept(instruction)]
 
     def _call(self, instruction: Instruction) -> list[Instruction]:
-        """Before a call (and what belongs to it: `KW_NAMES`, `PRECALL`), exchange its callable for what the hook says."""
+        """Before a call (and its `KW_NAMES` and `PRECALL`), exchange the callable for what the hook says."""
         name = instruction.opname
         if name == "KW_NAMES":
             # Set for the next call, which would be the hook's: it is set again behind that.

@@ -175,7 +175,7 @@ class Number:
         return other // self, other % self
 
     def __getattr__(self, name: str) -> Any:
-        """Whatever else a number has (`is_integer`, `bit_length`): asked of the value, which is then taken for granted."""
+        """Whatever else a number has (`is_integer`, `bit_length`): asked of the value, which is taken for granted."""
         return getattr(settled(self), name)
 
     def __copy__(self) -> Number:

@@ -1,6 +1,6 @@
 """Places: where a step has read something, and what must stand there for the captured graph to be right.
 
-A place is a way from a root to a value: `self`, its `__dict__`, the item "cfg" of that, its `__dict__`, the item "beta".
+A place is a way from a root to a value: `self`, its `__dict__`, the item "cfg" of that, its `__dict__`, item "beta".
 Roots are the arguments of the call and objects that are always the same (a module's globals, a class, a closure's
 cell). Owners are guarded by the way to them, not by identity: an argument may be made anew for each call.
 

@@ -392,7 +392,7 @@ class Recorder:
 
     @contextlib.contextmanager
     def placed_numbers(self) -> Generator[None]:
-        """Let a `Number` stand where a number stands that has changed before; plain arguments are exchanged elsewhere."""
+        """Let a `Number` stand where a number stands that has changed before, but for arguments (see `argument`)."""
         undo: list[Callable[[], None]] = []
         try:
             for path in self._numbers:
