@@ -23,8 +23,8 @@ _SYMBOLIC = (torch.SymInt, torch.SymFloat, torch.SymBool)
 class Collected:
     """Values for the output node, and which of them is what.
 
-    `values[:num_outputs]` are the user's, returned or kept in their objects; each entry of `updates` and `results` maps a
-    slot id to a position in `values`, each entry of `constants` a slot id to a plain Python value.
+    `values[:num_outputs]` are the user's, returned or kept in their objects; each entry of `updates` and `results` maps
+    a slot id to a position in `values`, each entry of `constants` a slot id to a plain Python value.
     """
 
     outputs: Template

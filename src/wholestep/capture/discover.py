@@ -11,7 +11,7 @@ import functools
 import inspect
 import sys
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import CellType, CodeType, FunctionType, MethodType, ModuleType
 from typing import Any
 

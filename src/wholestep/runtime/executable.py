@@ -113,7 +113,7 @@ class Executable:
 
 def _repeated(graph: StepGraph) -> frozenset[int]:
     """Results that are the same value as one before them: equal gradients of two parameters are two tensors."""
-    values = list(graph.results.values())
+    values: list[Any] = list(graph.results.values())
     return frozenset(
         index for index, value in enumerate(values) if isinstance(value, fx.Node) and value in values[:index]
     )

@@ -50,7 +50,7 @@ _STDLIB_LEFT_OUT = tuple(
         "re",
     )
 )
-_LIBRARIES = tuple(os.path.dirname(os.path.abspath(library.__file__)) + os.sep for library in (np, sympy))
+_LIBRARIES = tuple(os.path.realpath(library.__path__[0]) + os.sep for library in (np, sympy))
 _WHOLESTEP = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 _is_followed: dict[str, bool] = {}
 

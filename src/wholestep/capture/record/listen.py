@@ -236,5 +236,5 @@ def _chosen(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], unpack
         recorder.is_deaf = False
 
 
-_HOOKS |= {"call": _call, "call_with": _call_with}
+_HOOKS.update(call=_call, call_with=_call_with)
 Followers.instrumenter = Instrumenter(_HOOKS)

@@ -200,7 +200,8 @@ def handler_of(owner: Any) -> Handler | None:
         return _stream
     if isinstance(owner, type) and issubclass(owner, datetime.date):
         return _clock
-    if any(base.__name__ == "tqdm" and base.__module__.split(".")[0] == "tqdm" for base in type(owner).__mro__):
+    kinds: Any = type(owner).__mro__
+    if any(base.__name__ == "tqdm" and base.__module__.split(".")[0] == "tqdm" for base in kinds):
         return _progress
     return None
 

@@ -168,10 +168,9 @@ def take(owner: Any, step: Step, key: Any) -> Any:
 
 def _item(owner: Any, key: Any) -> Any:
     """An item of a container, whatever a subclass makes of `[]`."""
-    for kind in (dict, list, tuple, collections.deque):
-        if isinstance(owner, kind):
-            return kind.__getitem__(owner, key)  # pyright: ignore[reportUnknownVariableType, reportUnknownMemberType]
-    return owner[key]
+    kinds: tuple[Any, ...] = (dict, list, tuple, collections.deque)
+    kind = next((kind for kind in kinds if isinstance(owner, kind)), None)
+    return owner[key] if kind is None else kind.__getitem__(owner, key)
 
 
 def find(path: tuple[Any, ...], arguments: Any) -> Any:
@@ -201,8 +200,8 @@ def put(path: tuple[Any, ...], value: Any, arguments: Any) -> Callable[[], None]
 
 def _assign(owner: Any, step: Step, key: Any, value: Any) -> None:
     if step is Step.ITEM:
-        kind = next(kind for kind in (dict, list, collections.deque) if isinstance(owner, kind))
-        kind.__setitem__(owner, key, value)  # pyright: ignore[reportUnknownMemberType]
+        kinds: tuple[Any, ...] = (dict, list, collections.deque)
+        next(kind for kind in kinds if isinstance(owner, kind)).__setitem__(owner, key, value)
     elif step is Step.CELL:
         owner.cell_contents = value
     elif isinstance(owner, type):

@@ -51,7 +51,10 @@ from wholestep.errors import CaptureError
 
 _DEEPEST = 8
 _MOST_ITEMS = 20_000
-_OTHER_PARTS = {MethodType: ("__func__", "__self__"), functools.partial: ("func", "args", "keywords")}
+_OTHER_PARTS: dict[Any, tuple[str, ...]] = {
+    MethodType: ("__func__", "__self__"),
+    functools.partial: ("func", "args", "keywords"),
+}
 _SKIPPED: frozenset[type] = PLAIN_TYPES | {Number, torch.Size}
 
 
@@ -365,7 +368,7 @@ class Recorder:
     def expect_content(self, array: np.ndarray[Any, Any]) -> None:
         """An array is read or written; where it was found its content is expected already."""
         place = self._places.get(id(array))
-        if place is not None and place.expectation is Expectation.SAME and isinstance(array, np.ndarray):
+        if place is not None and place.expectation is Expectation.SAME:
             self.refuse("reads a large NumPy array from outside", "Pass it to the step as a tensor")
 
     # Arguments and numbers

@@ -158,7 +158,7 @@ def _put_items(built: Any, items: tuple[tuple[Any, Template], ...] | None, filli
     elif isinstance(built, set):
         set.update(built, [template.fill(filling) for _, template in items])  # pyright: ignore[reportUnknownMemberType]
     else:
-        base = list if isinstance(built, list) else collections.deque
+        base: Any = list if isinstance(built, list) else collections.deque
         base.extend(built, [template.fill(filling) for _, template in items])  # pyright: ignore[reportUnknownMemberType]
 
 
@@ -275,7 +275,7 @@ def _from_parts(kind: type, *parts: Any) -> Any:
 
 
 def _empty(value: Any) -> Callable[[], Any]:
-    kind = type(value)
+    kind: Any = type(value)
     if isinstance(value, collections.deque):
         return (
             functools.partial(collections.deque, (), value.maxlen)
