@@ -45,3 +45,59 @@ def sizes_are_shown(is_asking: Callable[[Any], bool]) -> Generator[None]:
             original = getattr(torch.SymInt, name)
             stack.enter_context(mock.patch.object(torch.SymInt, name, shown(original)))
         yield
+
+
+def _nothing(_: Any = None) -> torch.Tensor:
+    return torch.empty(0)
+
+
+_OPS = torch.library.Library("wholestep", "FRAGMENT")
+_OPS.define("rng_state() -> Tensor", tags=(torch.Tag.nondeterministic_seeded,))
+# Nodes of a step graph have values, be it empty ones.
+_OPS.define("set_rng_state(Tensor state) -> Tensor", tags=(torch.Tag.nondeterministic_seeded,))
+_OPS.define("seed(int seed) -> Tensor", tags=(torch.Tag.nondeterministic_seeded,))
+# Bound here: while a step is traced, torch's functions of these names are ours.
+_get_state, _set_state, _manual_seed = torch.get_rng_state, torch.set_rng_state, torch.manual_seed
+_STATE_BYTES = _get_state().numel()
+_OPS.impl("rng_state", lambda: _get_state(), "CompositeExplicitAutograd")
+_OPS.impl("set_rng_state", lambda state: _nothing(_set_state(state)), "CompositeExplicitAutograd")
+_OPS.impl("seed", lambda seed: _nothing(_manual_seed(seed)), "CompositeExplicitAutograd")
+torch.library.register_fake("wholestep::rng_state", lambda: torch.empty(_STATE_BYTES, dtype=torch.uint8), lib=_OPS)
+torch.library.register_fake("wholestep::set_rng_state", lambda state: _nothing(), lib=_OPS)
+torch.library.register_fake("wholestep::seed", lambda seed: _nothing(), lib=_OPS)
+
+RANDOM_STATE = frozenset(
+    [torch.ops.wholestep.rng_state.default, torch.ops.wholestep.set_rng_state.default, torch.ops.wholestep.seed.default]
+)
+"""Ops that read or write the state of the random number generator, in the order of the step's draws."""
+
+
+@contextlib.contextmanager
+def traced_generator(refuse: Callable[[str], None]) -> Generator[None]:
+    """Let `get_rng_state`, `set_rng_state` and `manual_seed` be ops of the graph; other ways to seed are refused.
+
+    Drawing is part of the graph, so what decides what is drawn has to be as well: `fork_rng` and libraries that save,
+    change and restore the state all end here.
+    """
+
+    def manual_seed(seed: Any) -> torch.Generator:
+        torch.ops.wholestep.seed(int(seed))
+        return torch.default_generator
+
+    def set_state(new_state: torch.Tensor) -> None:
+        torch.ops.wholestep.set_rng_state(new_state)
+
+    stands_in: dict[str, Callable[..., Any]] = {
+        "get_rng_state": lambda: torch.ops.wholestep.rng_state(),
+        "set_rng_state": set_state,
+        "manual_seed": manual_seed,
+        "seed": lambda: refuse("torch.seed()"),
+    }
+    with contextlib.ExitStack() as stack:
+        for name, function in stands_in.items():
+            for module in (torch, torch.random):
+                stack.enter_context(mock.patch.object(module, name, function))
+        for name in ("get_rng_state", "set_rng_state", "manual_seed", "manual_seed_all"):
+            if torch.cuda.is_available():
+                stack.enter_context(mock.patch.object(torch.cuda, name, lambda *_, n=name: refuse(f"torch.cuda.{n}()")))
+        yield

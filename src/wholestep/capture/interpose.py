@@ -24,7 +24,7 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.overrides import TorchFunctionMode
 
-from wholestep import _autograd_torch, _torch
+from wholestep import _autograd_torch, _recording_torch, _torch
 from wholestep.capture import fused, source
 from wholestep.capture.record import Number
 from wholestep.capture.session import Session
@@ -171,6 +171,7 @@ def interposed(session: Session, module_names: dict[int, str]) -> Generator[None
     """All hooks and stand-ins that a trace needs, for its duration."""
     with (
         listening(session),
+        _recording_torch.traced_generator(_refuse_seeding),
         _torch.compiling_flag(not session.questions.is_answering),
         _torch.transparent_checkpoints(session.in_checkpoint_region),
         mock.patch.object(torch.autograd, "backward", _traced_backward(session)),
@@ -225,6 +226,14 @@ def _traced_zero_grad(session: Session, original: Callable[..., None]) -> Callab
             original(owner, set_to_none)
 
     return zero_grad
+
+
+def _refuse_seeding(call: str) -> None:
+    raise CaptureError(
+        f"the step calls {call}",
+        location=source.current_location(),
+        advice="Use torch.manual_seed, torch.get_rng_state and torch.set_rng_state, or seed outside the step",
+    )
 
 
 def _refuse_scheduler(*_: Any, **__: Any) -> None:

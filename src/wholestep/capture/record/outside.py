@@ -190,10 +190,19 @@ def _clock(recorder: Recorder, method: Any, _args: tuple[Any, ...], _kwargs: dic
     return method
 
 
+def _generator(recorder: Recorder, method: Any, _args: tuple[Any, ...], _kwargs: dict[str, Any]) -> Any:
+    recorder.refuse(
+        f"calls {method.__name__}() of a torch.Generator", "Use torch.manual_seed, get_rng_state and set_rng_state"
+    )
+    return method
+
+
 def handler_of(owner: Any) -> Handler | None:
     """How calls of methods of an object are handled; None for most objects."""
     if isinstance(owner, (random.Random, np.random.RandomState, np.random.Generator)):
         return _draw
+    if isinstance(owner, torch.Generator):
+        return _generator
     if isinstance(owner, (logging.Logger, logging.LoggerAdapter)):
         return _log
     if owner is sys.stdout or owner is sys.stderr:
