@@ -264,6 +264,8 @@ def _introduce(call: _Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> No
                 recorder.add_hook(hook)
     recorder.give(args, kwargs)
     recorder.add_function(call.function)
+    for module in call.found.modules.values():
+        recorder.enter_module(module)
 
 
 def _lift_module(call: _Call, prefix: str, module: nn.Module) -> None:

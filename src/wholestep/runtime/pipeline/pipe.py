@@ -8,14 +8,16 @@ import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
+from types import SimpleNamespace
 from typing import Any, Literal
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from wholestep._recording_torch import RANDOM_STATE
 from wholestep.capture import Capture, capture, tree
-from wholestep.capture.record import Filling
+from wholestep.capture.record import Filling, ReadGuard
 from wholestep.errors import PipelineError
 from wholestep.graph import SlotKind, StepGraph
 from wholestep.lower import Decompose, Lower, Masks
@@ -28,6 +30,7 @@ from wholestep.pipe.follow import borders_like, check_slots, is_like
 from wholestep.pipe.schedules import forward_only
 from wholestep.remat import StepBudget, fit_lowered_step, fit_step
 from wholestep.runtime.agreement import is_due
+from wholestep.runtime.guards import fits
 from wholestep.runtime.pipeline.batches import MicroBatches, joined, mean, split_batch
 from wholestep.runtime.pipeline.calls import Calls
 from wholestep.runtime.pipeline.draws import number_draws
@@ -94,6 +97,7 @@ class _Compiled:
     plan: SplitPlan | None
     schedule: Schedule
     run: LocalPipeline | PipelineRank
+    reads: ReadGuard
 
 
 class Pipe:
@@ -233,6 +237,12 @@ class Pipe:
         key = (kind, batches.num_large, _signature(self.model, batches.arguments[0]), smallest)
         if calls is not None:
             self._tell(key, batches, call, calls)
+        known = self._compiled.get(key)
+        given = SimpleNamespace(args=(self.model, *batches.arguments[0], None), kwargs={})
+        changed = None if known is None else known.reads.check(given)
+        if known is not None and changed is not None:
+            logger.warning("the pipeline is captured again because %s", changed.reason)
+            self._compiled.pop(key).run.close()
         if key not in self._compiled:
             started = time.perf_counter()
             self._compiled[key] = self._compile(batches, kind, calls)
@@ -270,7 +280,7 @@ class Pipe:
             run = self._connected(graphs, schedule, calls)
         if kind.is_training:
             self._forget_evaluations()
-        return _Compiled(graphs, plan, schedule, run)
+        return _Compiled(graphs, plan, schedule, run, ReadGuard(list(captured.recording.roots), fits))
 
     def _small(
         self,
@@ -299,6 +309,7 @@ class Pipe:
     def _captured(self, arguments: Any, share: float, kind: _Kind) -> tuple[Capture, StepGraph]:
         """One micro-batch as it was captured, and with ops as those who run it like them."""
         captured = self._capture(arguments, share, kind)
+        _refuse_python(captured)
         graph = run_passes(captured.graph, _PASSES)
         number_draws(graph)
         is_lowered = self.options.lower == "inductor"
@@ -397,6 +408,17 @@ class Pipe:
         for name, gradient in found.items():
             parameter = parameters[name]
             parameter.grad = gradient if parameter.grad is None else parameter.grad + gradient
+
+
+def _refuse_python(captured: Capture) -> None:
+    """Stages run on several ranks and many times for a batch: what Python would do once has no place there."""
+    recording = captured.recording
+    what = [f"changes '{change.name}'" for change in recording.effects.changes]
+    what += ["prints or logs something"] if recording.effects.outputs else []
+    what += ["draws from Python's or NumPy's generators"] if recording.program.generators else []
+    what += ["sets torch's random state"] if any(n.target in RANDOM_STATE for n in captured.graph.calls()) else []
+    if what:
+        raise PipelineError(f"the model or the loss {what[0]}, which a pipeline cannot do; do it outside of it")
 
 
 def _lower_programs(found: CutGraph) -> None:
