@@ -233,7 +233,7 @@ def _traced_run(call: _Call, collected: list[Collected]) -> list[Any]:
         args, kwargs = _lift_arguments(call)
         _lift_gradients(call)
         for module in call.found.modules.values():
-            stack.enter_context(swap.lent_module(module, lambda real: session.twins[id(real)]))
+            stack.enter_context(swap.lent_module(module, lambda real: session.twins.get(id(real), real)))
         for name, optimizer in call.found.optimizers.items():
             stack.enter_context(_lent_optimizer(call, name, optimizer))
         _introduce(call, args, kwargs)

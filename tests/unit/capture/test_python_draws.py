@@ -180,7 +180,7 @@ def test_a_draw_that_is_kept_and_returned() -> None:
         def step(model: nn.Module, optimizer: Optimizer, features: Tensor, targets: Tensor) -> Any:
             scale = random.random()
             kept.append(scale)
-            return mse_step(model, optimizer, features, targets * scale), scale, f"scaled by {scale:.3f}"
+            return mse_step(model, optimizer, features, targets * scale), scale, ("scaled by", scale)
 
         return step
 

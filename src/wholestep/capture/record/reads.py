@@ -148,6 +148,9 @@ def read_subscript(recorder: Recorder, owner: Any, key: Any) -> None:
     if isinstance(owner, dict):
         recorder.identify(key)
         recorder.read_item(owner, key)
+        if hasattr(type(owner), "__missing__"):  # looking may write
+            recorder.follow_all(getattr(owner, "default_factory", None))
+            recorder.about_to_change(owner)
     elif isinstance(owner, (list, tuple, collections.deque)) and type(key) is int:
         size = len(owner)
         if -size <= key < size:

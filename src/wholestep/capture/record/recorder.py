@@ -143,7 +143,14 @@ class Recorder:
             self.manage(vars(module)[name])
         namespace = self.namespace_of(module)
         self.about_to_change(namespace)
-        self.note(namespace, Step.ITEM, "_modules", vars(module)["_modules"], only_presence=True)
+        for name, part in vars(module).items():
+            if name == "_modules" or (name.endswith("_hooks") and isinstance(part, dict)):
+                self._watch(namespace, name, part)
+
+    def _watch(self, owner: Any, key: str, part: Any) -> None:
+        """Keep what a part of an owner holds, without expecting anything of it."""
+        self._register(part, Place(self._places[id(owner)], Step.ITEM, key, part, Expectation.PRESENT))
+        self.about_to_change(part)
 
     def add_optimizer(self, optimizer: Optimizer, label: str) -> None:
         """An optimizer that takes part: its groups and its state are guarded as such."""
@@ -194,7 +201,7 @@ class Recorder:
         if place.expectation in (Expectation.VALUE, Expectation.ABSENT, Expectation.NUMBER):
             return
         first = self._places.get(id(value))
-        if first is None:
+        if first is None or first.expectation is Expectation.PRESENT:  # only watched until now
             self._register(value, place)
             self.follow_operators(value)
         elif place.expectation in (Expectation.OPEN, Expectation.TENSOR) and first is not place:
