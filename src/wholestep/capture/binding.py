@@ -96,19 +96,5 @@ class Argument:
         return leaves[self.index]
 
 
-@dataclass(frozen=True, eq=False)
-class Carried:
-    """A value that one call leaves for the next."""
-
-    carries: dict[str, Any]
-    key: str
-
-    def read(self, leaves: list[Any]) -> Any:
-        return self.carries[self.key]
-
-    def write(self, value: Any, leaves: list[Any]) -> None:
-        self.carries[self.key] = value
-
-
-Binding = FixedTensor | BufferOf | StateOf | GradOf | GradOfArgument | LearningRate | Argument | Carried
-Rebindable = StateOf | GradOf | GradOfArgument | Carried
+Binding = FixedTensor | BufferOf | StateOf | GradOf | GradOfArgument | LearningRate | Argument
+Rebindable = StateOf | GradOf | GradOfArgument

@@ -85,7 +85,7 @@ def checked_run(
         expected = _observe(capture, call, returned)
         world.restore()
         result = chosen.run(call)
-        chosen.rotation.pending.flush()
+        chosen.rotation.pending.settle()
         differences = compare(expected, _observe(capture, call, result))
     except BaseException:
         _undo(world, chosen)

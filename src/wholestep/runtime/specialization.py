@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from wholestep import _torch
+from wholestep import _torch, _waiting_torch
 from wholestep.capture import Capture
 from wholestep.comm.plan import DataParallelPlan
 from wholestep.errors import CaptureError
@@ -51,22 +51,25 @@ class Specialization:
 
     def check(self, call: Call) -> str | None:
         """None if the call fits, otherwise the first thing that differs."""
-        for guard in self._guards:
-            reason = guard(call)
-            if reason is not None:
-                return reason
+        with _waiting_torch.past_traps():  # to look at a tensor's type is not to look at its value
+            for guard in self._guards:
+                reason = guard(call)
+                if reason is not None:
+                    return reason
         return None
 
-    def run(self, call: Call, *, is_last: bool = False) -> Any:
-        """Execute one step; raises `CaptureError` if there is nothing to run it on."""
+    def run(self, call: Call, *, is_last: bool = False, number: int = 0) -> Any:
+        """Execute one step, the `number`th; raises `CaptureError` if there is nothing to run it on."""
         if self.capture.is_blank:
             raise CaptureError(
                 "the model, the optimizer or the batch was made inside no_weights(): such a step is for planning",
                 advice="Make them outside of it to run the step",
             )
-        for parameter in self.capture.any_incoming_grad:
-            parameter.grad = None
-        outputs = self.rotation.run(call.leaves, is_last=is_last)
+        with self.rotation.pending.turn:
+            with _waiting_torch.past_traps():
+                for parameter in self.capture.any_incoming_grad:
+                    parameter.grad = None
+            outputs = self.rotation.run(call.leaves, is_last=is_last, number=number)
         for optimizer in self.capture.stepped:
             _torch.mark_stepped(optimizer)
         self.num_runs += 1

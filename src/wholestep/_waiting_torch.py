@@ -1,0 +1,166 @@
+# pyright: reportPrivateUsage=false, reportPrivateImportUsage=false
+"""What PyTorch keeps private and updates that wait need: a tensor that nobody can read unseen.
+
+A tensor can be read in Python, where its class may define `__torch_function__`, and in C++, where it is asked for its
+dispatch keys by every operator. One of the keys is reserved for tests of PyTorch itself and stands above all others:
+a tensor that has it reaches the function registered here before autograd, autocast or any transform sees the call,
+whether it came from Python, from TorchScript or from a kernel of another operator, in any thread.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import threading
+from collections.abc import Callable, Generator
+from typing import Any
+
+import torch
+from torch import nn
+
+from wholestep import _torch
+
+_C: Any = torch._C
+_KEY = _C._dispatch_key_parse("TESTING_ONLY_GenericWrapper")
+_KEYS = _C.DispatchKeySet(_KEY)
+
+
+def _fresh_thread_keys() -> tuple[Any, Any]:
+    """Which keys a thread includes and excludes when it starts: here and now somebody may have changed them."""
+    found: list[Any] = []
+
+    def look() -> None:
+        found.extend((_C._dispatch_tls_local_include_set(), _C._dispatch_tls_local_exclude_set()))
+
+    thread = threading.Thread(target=look)
+    thread.start()
+    thread.join()
+    return found[0], found[1]
+
+
+_INCLUDED, _EXCLUDED = _fresh_thread_keys()
+
+
+@contextlib.contextmanager
+def ordinary_operators() -> Generator[None]:
+    """Run operators as in a thread of its own, although we are somewhere inside of another operator."""
+    with _C._ForceDispatchKeyGuard(_INCLUDED, _EXCLUDED), _torch.outside_modes():
+        yield
+
+
+def past_traps() -> contextlib.AbstractContextManager[Any]:
+    """In this block, attributes of a held tensor are read and written without anybody being told."""
+    return _C.DisableTorchFunctionSubclass()
+
+
+class Switches:
+    """What contexts change for a thread: an interrupt between two opcodes may leave one without its end."""
+
+    def __init__(self) -> None:
+        self._grad = torch.is_grad_enabled()
+        self._functions = _C._get_torch_function_state()
+
+    def put_back(self) -> None:
+        if torch.is_grad_enabled() is not self._grad:
+            _C._set_grad_enabled(self._grad)
+        if _C._get_torch_function_state() != self._functions:
+            _C._set_torch_function_state(self._functions)
+
+
+class _StandIn(torch.Tensor):
+    """Only its type is needed: PyTorch makes tensors with further dispatch keys for such classes only."""
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        raise NotImplementedError
+
+
+def stand_in(tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor like another one, with the key and without memory: asking for its address raises."""
+    made = torch.Tensor._make_wrapper_subclass(
+        _StandIn,
+        tensor.shape,
+        strides=tensor.stride(),
+        storage_offset=tensor.storage_offset(),
+        dtype=tensor.dtype,
+        device=tensor.device,
+        _extra_dispatch_keys=_KEYS,
+    )
+    _C._set_throw_on_mutable_data_ptr(made)
+    plain = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+    set_data(plain, made)
+    return plain
+
+
+def marked_alias(tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor in the memory of another one, with the key."""
+    made = stand_in(tensor)
+    with _C._ExcludeDispatchKeyGuard(_KEYS):
+        made.set_(tensor.untyped_storage(), tensor.storage_offset(), tensor.shape, tensor.stride())
+    return made
+
+
+def set_data(tensor: torch.Tensor, data: torch.Tensor) -> None:
+    """`tensor.data = data`, whichever of them has the key; the tensor has it afterwards if `data` has."""
+    with _C._ExcludeDispatchKeyGuard(_KEYS), past_traps():
+        tensor.data = data
+
+
+def is_marked(tensor: torch.Tensor) -> bool:
+    """Whether a tensor has the key."""
+    return _C._dispatch_keys(tensor).has(_KEY)
+
+
+def storage_id(tensor: torch.Tensor) -> int:
+    """Identity of the storage behind a tensor, which is not read."""
+    return tensor.untyped_storage()._cdata
+
+
+def unmark(tensor: torch.Tensor, storage: torch.UntypedStorage | None = None) -> None:
+    """Take the key off a tensor; with `storage` it lies there from now on, in the same place."""
+    storage = tensor.untyped_storage() if storage is None else storage
+    with _C._ExcludeDispatchKeyGuard(_KEYS), torch.no_grad():
+        plain = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+        plain.set_(storage, tensor.storage_offset(), tensor.shape, tensor.stride())
+    set_data(tensor, plain)
+
+
+def num_storage_users(tensor: torch.Tensor) -> int:
+    """How many tensors lie in the memory of this one, itself included, wherever they are held."""
+    storage = tensor.untyped_storage()
+    return _C._storage_Use_Count(storage._cdata) - 1
+
+
+def is_owned_by_torch(tensor: torch.Tensor) -> bool:
+    """Whether nobody else can have the memory: not NumPy, DLPack, a file or another process, now or before."""
+    storage = tensor.untyped_storage()
+    return storage.resizable() and not storage.is_shared()
+
+
+def is_making_parameter() -> bool:
+    """Whether the caller of our caller is `nn.Parameter(...)`, which wants to be given its own type back."""
+    return sys._getframe(2).f_code is nn.Parameter.__new__.__code__
+
+
+def as_parameter(tensor: torch.Tensor) -> torch.Tensor:
+    """What `nn.Parameter(tensor)` makes of a parameter."""
+    return torch.Tensor._make_subclass(nn.Parameter, tensor, True)  # pyright: ignore[reportArgumentType]
+
+
+_library = torch.library.Library("_", "IMPL")
+
+
+def when_read(apply: Callable[[Any, Any], None], resolve: Callable[[torch.Tensor], None]) -> None:
+    """From now on, whenever an operator is given tensors with the key, call `apply(operator, arguments)` first.
+
+    Then `resolve(tensor)` for those tensors that still have the key; it must take it off, or raise.
+    """
+
+    def before(operator: Any, *args: Any, **kwargs: Any) -> Any:
+        apply(operator, (args, kwargs))
+        for value in _torch.tree_leaves((args, kwargs)):
+            if isinstance(value, torch.Tensor) and is_marked(value):
+                resolve(value)
+        return operator(*args, **kwargs)
+
+    _library.fallback(before, "TESTING_ONLY_GenericWrapper")

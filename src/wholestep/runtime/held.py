@@ -1,0 +1,222 @@
+"""Tensors that are kept from readers while an update waits, and what happens to those who read them anyway.
+
+A held tensor looks as ever (shape, dtype, device, `requires_grad`), but
+
+    its class            has a `__torch_function__`, so that whatever Python does with it comes here first
+    its dispatch key     brings every operator in C++ here first, wherever it was called (`_waiting_torch`)
+    its memory           is away, so that C++ that asks for its address raises; unless other threads run, one of which
+                         may just be about to read there
+    its module           hands out parameters only after they have been applied, as what they were before
+    its gradient         cannot be read either, if it has yet to come
+
+Each of these can be taken away or put back at any time, any number of times.
+"""
+
+from __future__ import annotations
+
+import copy
+import threading
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+from wholestep import _torch, _waiting_torch
+from wholestep.errors import WholestepError
+
+Errors = list[WholestepError]
+
+_appliers: list[Callable[[object], Errors]] = []
+
+
+def when_looked_at(function: Callable[[object], Errors]) -> None:
+    """Say what applies everything that waits; it is told who looks, and returns why something could not be applied."""
+    _appliers[:] = [function]
+
+
+def _apply(func: object, looked_at: Any) -> None:
+    """Apply what waits; raises if that cannot be done for one of the tensors that are looked at."""
+    errors = [error for function in _appliers for error in function(func)]
+    if errors and any(_is_held(value) for value in _torch.tree_leaves(looked_at)):
+        raise errors[0]
+
+
+def _is_held(value: Any) -> bool:
+    return isinstance(value, (GuardedParameter, GuardedTensor)) or (
+        isinstance(value, torch.Tensor) and _waiting_torch.is_marked(value)
+    )
+
+
+def _apply_and_call(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> Any:
+    _apply(func, (args, kwargs))
+    return func(*args, **(kwargs or {}))
+
+
+class GuardedParameter(nn.Parameter):
+    """A parameter with a waiting update; touching it applies the update and makes it an `nn.Parameter` again.
+
+    `nn.Parameter` copies and pickles itself by its type, in Python, without asking any torch function first.
+    """
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        _apply(copy.deepcopy, self)
+        return copy.deepcopy(self, memo)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        _apply(type(self).__reduce_ex__, self)
+        return self.__reduce_ex__(protocol)
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        if func is torch.Tensor.detach and _waiting_torch.is_making_parameter():
+            _apply(nn.Parameter, args)
+            return _waiting_torch.as_parameter(args[0])
+        return _apply_and_call(func, args, kwargs)
+
+
+class GuardedTensor(torch.Tensor):
+    """Optimizer state, or a buffer, with a waiting update."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        return _apply_and_call(func, args, kwargs)
+
+
+_GUARDED: dict[type, type] = {nn.Parameter: GuardedParameter, torch.Tensor: GuardedTensor}
+
+_by_storage: weakref.WeakValueDictionary[int, Held] = weakref.WeakValueDictionary()
+
+
+class Held:
+    """One tensor, held or not. `real` is the tensor to work with meanwhile, in the same memory; None if not held."""
+
+    def __init__(self, tensor: torch.Tensor, *, with_gradient: bool) -> None:
+        self.tensor = tensor
+        self.real: torch.Tensor | None = None
+        self._class = type(tensor)
+        self._stand_in = _waiting_torch.stand_in(tensor)
+        self._gradient = _waiting_torch.stand_in(tensor) if with_gradient else None
+        for made in (self._stand_in, self._gradient):
+            if made is not None:
+                _by_storage[_waiting_torch.storage_id(made)] = self
+
+    @property
+    def has_gradient(self) -> bool:
+        """Whether the gradient cannot be read either."""
+        return self._gradient is not None
+
+    def hold(self) -> None:
+        """Keep the tensor from readers; for nothing if it is kept already."""
+        with _waiting_torch.past_traps():
+            self.tensor.__class__ = _GUARDED[self._class]  # pyright: ignore[reportAttributeAccessIssue]
+            if self.real is None:
+                self.real = self.tensor.detach()
+            is_alone = threading.active_count() == 1
+            data = self._stand_in if is_alone else _waiting_torch.marked_alias(self.real)
+            _waiting_torch.set_data(self.tensor, data)
+        self.expect_gradient()
+
+    def expect_gradient(self) -> None:
+        """The gradient, if it is one that has yet to come, cannot be read from now on."""
+        if self._gradient is not None:
+            with _waiting_torch.past_traps():
+                self.tensor.grad = self._gradient
+
+    def give_back(self) -> None:
+        """Let everybody have the tensor again; for nothing if they have."""
+        with _waiting_torch.past_traps():
+            if self.real is not None:
+                _waiting_torch.set_data(self.tensor, self.real)
+                self.real = None
+            if self._gradient is not None and self.tensor.grad is self._gradient:
+                self.tensor.grad = None
+            self.tensor.__class__ = self._class
+
+    def resolve(self, tensor: torch.Tensor) -> None:
+        """Let an alias that was taken from the held tensor or its gradient lie where that lies now."""
+        gradient = self._gradient
+        is_gradient = gradient is not None and _waiting_torch.storage_id(gradient) == _waiting_torch.storage_id(tensor)
+        source = self.tensor.grad if is_gradient else self.tensor
+        if source is None or _waiting_torch.is_marked(source):
+            raise WholestepError(
+                "this gradient was taken while it had yet to come, and the next step began before anybody read it; "
+                "read gradients before the next step"
+            )
+        if is_gradient:
+            _waiting_torch.set_data(tensor, source.detach())
+        else:
+            _waiting_torch.unmark(tensor, source.untyped_storage())
+
+
+def why_not_held(tensors: list[torch.Tensor]) -> str:
+    """Why somebody could look at one of these tensors unseen; "" if nobody can."""
+    owners: dict[int, int] = {}
+    for tensor in tensors:
+        if type(tensor) not in _GUARDED or tensor.layout is not torch.strided:
+            return f"one of them is a {type(tensor).__name__}, which has ways of its own to be read"
+        key = _waiting_torch.storage_id(tensor)
+        owners[key] = owners.get(key, 0) + 1
+    for tensor in tensors:
+        if not _waiting_torch.is_owned_by_torch(tensor):
+            return "the memory of one of them was shared with NumPy, DLPack, a file or another process"
+        if _waiting_torch.num_storage_users(tensor) != owners[_waiting_torch.storage_id(tensor)]:
+            return "somebody holds a view of one of them (`.data` or `.detach()`, say)"
+    return ""
+
+
+def _resolve(tensor: torch.Tensor) -> None:
+    owner = _by_storage.get(_waiting_torch.storage_id(tensor))
+    if owner is None:
+        _waiting_torch.unmark(tensor)
+    else:
+        owner.resolve(tensor)
+
+
+class HeldParameters(dict[str, Any]):
+    """The parameters of a module some of which are held; asking for one applies what waits.
+
+    What asks in C still finds them, guarded; what writes, writes to the module's own dict.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module = module
+        self._own = _torch.own_parameters(module)
+        super().__init__(self._own)
+
+    def hold(self) -> None:
+        """Stand in for the module's own dict."""
+        vars(self._module)["_parameters"] = self
+
+    def give_back(self) -> None:
+        if vars(self._module).get("_parameters") is self:
+            vars(self._module)["_parameters"] = self._own
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._own)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        _apply(self._module, list(self._own.values()))
+        return self._own.__reduce_ex__(protocol)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        _apply(self._module, list(self._own.values()))
+        return copy.deepcopy(self._own, memo)
+
+
+def _asking(name: str) -> Callable[..., Any]:
+    def method(self: HeldParameters, *args: Any, **kwargs: Any) -> Any:
+        _apply(self._module, list(self._own.values()))  # pyright: ignore[reportPrivateUsage]
+        return getattr(self._own, name)(*args, **kwargs)  # pyright: ignore[reportPrivateUsage]
+
+    return method
+
+
+for _name in (
+    *("__getitem__", "__setitem__", "__delitem__", "__or__", "__ror__", "__ior__", "__reversed__"),
+    *("get", "items", "values", "pop", "popitem", "setdefault", "update", "clear", "copy"),
+):
+    setattr(HeldParameters, _name, _asking(_name))
+
+_waiting_torch.when_read(_apply, _resolve)
