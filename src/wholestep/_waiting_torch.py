@@ -53,6 +53,11 @@ def past_traps() -> contextlib.AbstractContextManager[Any]:
     return _C.DisableTorchFunctionSubclass()
 
 
+def past_keys() -> contextlib.AbstractContextManager[Any]:
+    """In this block, the key means nothing; operators that read must not be given tensors that have it."""
+    return _C._ExcludeDispatchKeyGuard(_KEYS)
+
+
 class Switches:
     """What contexts change for a thread: an interrupt between two opcodes may leave one without its end."""
 
@@ -95,14 +100,14 @@ def stand_in(tensor: torch.Tensor) -> torch.Tensor:
 def marked_alias(tensor: torch.Tensor) -> torch.Tensor:
     """A tensor in the memory of another one, with the key."""
     made = stand_in(tensor)
-    with _C._ExcludeDispatchKeyGuard(_KEYS):
+    with past_keys():
         made.set_(tensor.untyped_storage(), tensor.storage_offset(), tensor.shape, tensor.stride())
     return made
 
 
 def set_data(tensor: torch.Tensor, data: torch.Tensor) -> None:
     """`tensor.data = data`, whichever of them has the key; the tensor has it afterwards if `data` has."""
-    with _C._ExcludeDispatchKeyGuard(_KEYS), past_traps():
+    with past_keys(), past_traps():
         tensor.data = data
 
 
@@ -119,22 +124,20 @@ def storage_id(tensor: torch.Tensor) -> int:
 def unmark(tensor: torch.Tensor, storage: torch.UntypedStorage | None = None) -> None:
     """Take the key off a tensor; with `storage` it lies there from now on, in the same place."""
     storage = tensor.untyped_storage() if storage is None else storage
-    with _C._ExcludeDispatchKeyGuard(_KEYS), torch.no_grad():
+    with past_keys(), torch.no_grad():
         plain = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
         plain.set_(storage, tensor.storage_offset(), tensor.shape, tensor.stride())
     set_data(tensor, plain)
 
 
-def num_storage_users(tensor: torch.Tensor) -> int:
-    """How many tensors lie in the memory of this one, itself included, wherever they are held."""
-    storage = tensor.untyped_storage()
-    return _C._storage_Use_Count(storage._cdata) - 1
+def storage_users(tensor: torch.Tensor) -> tuple[int, int, bool]:
+    """Identity of the storage of a tensor, how many tensors lie there, and whether others may know of it.
 
-
-def is_owned_by_torch(tensor: torch.Tensor) -> bool:
-    """Whether nobody else can have the memory: not NumPy, DLPack, a file or another process, now or before."""
+    Counted are tensors wherever they are held, in Python or C++. Others are NumPy, DLPack, files, other processes:
+    memory that came from them, or was shown to them once, cannot be resized.
+    """
     storage = tensor.untyped_storage()
-    return storage.resizable() and not storage.is_shared()
+    return storage._cdata, _C._storage_Use_Count(storage._cdata) - 1, not storage.resizable()
 
 
 def is_making_parameter() -> bool:

@@ -17,7 +17,7 @@ from __future__ import annotations
 import copy
 import threading
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -107,32 +107,27 @@ class Held:
         """Whether the gradient cannot be read either."""
         return self._gradient is not None
 
-    def hold(self) -> None:
-        """Keep the tensor from readers; for nothing if it is kept already."""
-        with _waiting_torch.past_traps():
-            self.tensor.__class__ = _GUARDED[self._class]  # pyright: ignore[reportAttributeAccessIssue]
-            if self.real is None:
-                self.real = self.tensor.detach()
-            is_alone = threading.active_count() == 1
-            data = self._stand_in if is_alone else _waiting_torch.marked_alias(self.real)
-            _waiting_torch.set_data(self.tensor, data)
+    def hold(self, *, without_memory: bool) -> None:
+        """Keep the tensor from readers; for nothing if it is kept already. Call it past traps and keys."""
+        self.tensor.__class__ = _GUARDED[self._class]  # pyright: ignore[reportAttributeAccessIssue]
+        if self.real is None:
+            self.real = self.tensor.detach()
+        self.tensor.data = self._stand_in if without_memory else _waiting_torch.marked_alias(self.real)
         self.expect_gradient()
 
     def expect_gradient(self) -> None:
-        """The gradient, if it is one that has yet to come, cannot be read from now on."""
+        """The gradient, if it is one that has yet to come, cannot be read from now on. Call it past traps."""
         if self._gradient is not None:
-            with _waiting_torch.past_traps():
-                self.tensor.grad = self._gradient
+            self.tensor.grad = self._gradient
 
     def give_back(self) -> None:
-        """Let everybody have the tensor again; for nothing if they have."""
-        with _waiting_torch.past_traps():
-            if self.real is not None:
-                _waiting_torch.set_data(self.tensor, self.real)
-                self.real = None
-            if self._gradient is not None and self.tensor.grad is self._gradient:
-                self.tensor.grad = None
-            self.tensor.__class__ = self._class
+        """Let everybody have the tensor again; for nothing if they have. Call it past traps and keys."""
+        if self.real is not None:
+            self.tensor.data = self.real
+            self.real = None
+        if self._gradient is not None and self.tensor.grad is self._gradient:
+            self.tensor.grad = None
+        self.tensor.__class__ = self._class
 
     def resolve(self, tensor: torch.Tensor) -> None:
         """Let an alias that was taken from the held tensor or its gradient lie where that lies now."""
@@ -150,19 +145,39 @@ class Held:
             _waiting_torch.unmark(tensor, source.untyped_storage())
 
 
-def why_not_held(tensors: list[torch.Tensor]) -> str:
+def hold(tensors: Iterable[Held], modules: Iterable[HeldParameters]) -> None:
+    """Keep tensors from readers, wherever they look."""
+    is_alone = threading.active_count() == 1
+    with _waiting_torch.past_traps(), _waiting_torch.past_keys():
+        for held in tensors:
+            held.hold(without_memory=is_alone)
+    for own in modules:
+        own.hold()
+
+
+def give_back(tensors: Iterable[Held], modules: Iterable[HeldParameters]) -> None:
+    """Let everybody have tensors again."""
+    with _waiting_torch.past_traps(), _waiting_torch.past_keys():
+        for held in tensors:
+            held.give_back()
+    for own in modules:
+        own.give_back()
+
+
+def why_not_held(tensors: Iterable[torch.Tensor]) -> str:
     """Why somebody could look at one of these tensors unseen; "" if nobody can."""
-    owners: dict[int, int] = {}
+    num_expected: dict[int, int] = {}
+    num_found: dict[int, int] = {}
     for tensor in tensors:
         if type(tensor) not in _GUARDED or tensor.layout is not torch.strided:
             return f"one of them is a {type(tensor).__name__}, which has ways of its own to be read"
-        key = _waiting_torch.storage_id(tensor)
-        owners[key] = owners.get(key, 0) + 1
-    for tensor in tensors:
-        if not _waiting_torch.is_owned_by_torch(tensor):
-            return "the memory of one of them was shared with NumPy, DLPack, a file or another process"
-        if _waiting_torch.num_storage_users(tensor) != owners[_waiting_torch.storage_id(tensor)]:
-            return "somebody holds a view of one of them (`.data` or `.detach()`, say)"
+        key, num_users, is_known_elsewhere = _waiting_torch.storage_users(tensor)
+        if is_known_elsewhere:
+            return "the memory of one of them is or was shared with NumPy, DLPack, a file or another process"
+        num_expected[key] = num_expected.get(key, 0) + 1
+        num_found[key] = num_users
+    if num_found != num_expected:
+        return "somebody holds a view of one of them (`.data` or `.detach()`, say)"
     return ""
 
 

@@ -80,6 +80,12 @@ class Journal:
         """Whether communication that the update needs has failed, so that it can never be applied."""
         return any(tried and tried[-1] is None for tried in self.tries.values())
 
+    def clear(self) -> None:
+        """Let go of all values: nobody will need them."""
+        self.given.clear()
+        self.done.clear()
+        self.tries.clear()
+
     def wait(self, index: int, function: Callable[..., Any], value: Any) -> None:
         """Wait for a collective, unless that has been done."""
         tried = self.tries[index]

@@ -30,12 +30,14 @@ from wholestep import _waiting_torch
 from wholestep.capture import source
 from wholestep.errors import RankError, WholestepError
 from wholestep.runtime.executable import Executable
-from wholestep.runtime.held import Held, HeldParameters, when_looked_at, why_not_held
+from wholestep.runtime.held import Held, HeldParameters, give_back, hold, when_looked_at, why_not_held
 from wholestep.runtime.journal import Journal
 
 logger = logging.getLogger(__name__)
 
 _TOO_OFTEN = 8
+# For how many calls nothing waits if somebody looked too often.
+_LEFT_OUT = 32
 # How long a fork waits for another thread that runs a step; in the child that step will never end.
 _FORK_WAITS_S = 60.0
 
@@ -82,7 +84,10 @@ class Targets:
 
 
 class Pending:
-    """What one graph has left for its next call. `flush` gives the graph that applies it at any other time."""
+    """What one graph has left for its next call. `flush` is the graph that applies it at any other time.
+
+    Whoever runs the step or applies what waits does so in their `turn`; `runner` is the thread that runs the step.
+    """
 
     def __init__(self, name: str, targets: Targets, flush: Executable | None) -> None:
         self.name = name
@@ -91,13 +96,15 @@ class Pending:
         self._flush = flush
         self._work: _Left | _Begun | _Lost | None = None
         self._held: dict[str, Held] = {}
+        self._tensors: list[Held] = []
         self._expecting: list[Held] = []
         self._modules: list[HeldParameters] = []
         self._is_holding = False
         self._readers: list[int] = []
-        self._runner: int | None = None
+        self.runner: int | None = None
         self._is_locked_for_fork = False
-        self._has_told_why = False
+        self._num_refusals = 0
+        self._num_left_out = 0
         self._num_interruptions = 0
         _known.add(self)
 
@@ -110,6 +117,12 @@ class Pending:
     def can_begin(self) -> bool:
         """Whether there is work that nobody has begun: the next graph may take it along."""
         return isinstance(self._work, _Left)
+
+    @property
+    def is_wanted(self) -> bool:
+        """Whether another thread waits for the end of the call that runs, to read what it leaves."""
+        me = threading.get_ident()
+        return any(reader != me for reader in self._readers)
 
     @property
     def carries(self) -> list[Any]:
@@ -128,16 +141,14 @@ class Pending:
         return begun.journal
 
     def leave(self, carries: dict[str, Any], number: int) -> None:
-        """A call has applied all work before it and leaves this; if readers could not be seen, it is applied at once."""
-        if self._is_holding:
-            for held in self._expecting:
-                held.expect_gradient()
-        else:
+        """A call has applied all work before it, and leaves this."""
+        if not self._is_holding:
             self._hold()
+        elif self._expecting:
+            with _waiting_torch.past_traps():
+                for held in self._expecting:
+                    held.expect_gradient()
         self._work = _Left(number, carries)
-        me = threading.get_ident()
-        if any(reader != me for reader in self._readers):
-            self.settle()
 
     def settle(self, *, is_blocking: bool = True) -> None:
         """Apply what waits and give all tensors back; raises `WholestepError` if that cannot be done.
@@ -147,17 +158,21 @@ class Pending:
         if not self._is_holding and self._work is None:
             return
         me = threading.get_ident()
-        if not is_blocking and self._runner not in (None, me):
+        if not is_blocking and self.runner not in (None, me):
             return
         self._readers.append(me)
+        switches = _waiting_torch.Switches()
         try:
             with self.turn:
                 with _waiting_torch.ordinary_operators():
                     self._bring_to_an_end()
-                self._work = None
+                work, self._work = self._work, None
                 self._give_back()
+                if isinstance(work, _Begun) and self.runner is None:
+                    work.journal.clear()  # frames of a traceback may hold it, and our views of what is no longer held
         finally:
             self._readers.remove(me)
+            switches.put_back()
 
     def _bring_to_an_end(self) -> None:
         if isinstance(self._work, _Left):
@@ -210,27 +225,35 @@ class Pending:
                 if id(tensor) not in held:
                     held[id(tensor)] = Held(tensor, with_gradient=slot_id in self._targets.gradients)
             self._held = {slot_id: held[id(tensor)] for slot_id, tensor in tensors.items()}
-            self._expecting = [item for item in held.values() if item.has_gradient]
+            self._tensors = list(held.values())
+            self._expecting = [item for item in self._tensors if item.has_gradient]
         self._modules = [HeldParameters(module) for module in self._targets.modules]
         self._is_holding = True
         if self not in _waiting:
             _waiting.append(self)
-        for item in (*self._held.values(), *self._modules):
-            item.hold()
+        hold(self._tensors, self._modules)
 
     def _give_back(self) -> None:
-        for item in (*self._held.values(), *self._modules):
-            item.give_back()
+        give_back(self._tensors, self._modules)
         if self in _waiting:
             _waiting.remove(self)
         self._is_holding = False
 
     def why_not_held(self) -> str:
         """Why updates cannot wait: somebody could look at what they change unseen; "" if nobody can."""
-        reason = why_not_held(list({id(tensor): tensor for tensor in self._targets.read().values()}.values()))
-        if reason and not self._has_told_why:
-            self._has_told_why = True
-            logger.warning("updates of %s do not wait for the next call: %s", self.name, reason)
+        if self._num_interruptions >= _TOO_OFTEN and self._num_left_out < _LEFT_OUT:
+            self._num_left_out += 1
+            return "somebody looks at them after each step"
+        self._num_left_out = 0
+        reason = why_not_held({id(tensor): tensor for tensor in self._targets.read().values()}.values())
+        self._num_refusals = self._num_refusals + 1 if reason else 0
+        if self._num_refusals == _TOO_OFTEN:
+            logger.warning(
+                "the last %d updates of %s could not wait for the next call, so that nothing was hidden: %s",
+                _TOO_OFTEN,
+                self.name,
+                reason,
+            )
         return reason
 
     def note_interruption(self, func: object) -> None:
@@ -266,7 +289,7 @@ class Pending:
         """The process was forked, and this is the child: it has no other threads and no connection to other ranks."""
         self.turn = threading.RLock()
         self._readers = []
-        self._runner = None
+        self.runner = None
         self._is_locked_for_fork = False
         if isinstance(self._work, (_Left, _Begun)):
             self._work = _Lost(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import threading
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -94,24 +95,29 @@ class Rotation:
         if not self._blocks:
             return self._whole.run(leaves)[0]
         pending = self.pending
-        if not pending.can_begin:
-            pending.settle()
-            does_wait = not is_last and not pending.why_not_held()
-            outputs, carries = (self._setup if does_wait else self._whole).run(leaves)
-        else:
-            does_wait = not (is_last and self._ends_in_place)
-            executable = self._main if does_wait else self._cleanup
-            journal = pending.begin(executable)
-            try:
-                outputs, carries = executable.run(leaves, journal)
-            except Exception as error:
-                pending.settle_after(error)
-                raise
-        if does_wait:
-            pending.leave(carries, number)
-        if is_last or not does_wait:
+        pending.runner = threading.get_ident()
+        try:
+            if not pending.can_begin:
+                pending.settle()
+                does_wait = not is_last and not pending.why_not_held()
+                outputs, carries = (self._setup if does_wait else self._whole).run(leaves)
+            else:
+                does_wait = not (is_last and self._ends_in_place)
+                outputs, carries = self._apply_and_run(self._main if does_wait else self._cleanup, leaves)
+            if does_wait:
+                pending.leave(carries, number)
+        finally:
+            pending.runner = None
+        if is_last or not does_wait or pending.is_wanted:
             pending.settle()
         return outputs
+
+    def _apply_and_run(self, executable: Executable, leaves: list[Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        try:
+            return executable.run(leaves, self.pending.begin(executable))
+        except Exception as error:
+            self.pending.settle_after(error)
+            raise
 
     @cached_property
     def _whole(self) -> Executable:
