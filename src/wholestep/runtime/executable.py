@@ -98,6 +98,8 @@ class Executable:
         if self._is_flush:
             self.run([], journal)
             return
+        if journal.is_done:
+            return
         was_grad_enabled = torch.is_grad_enabled()
         try:
             _torch.set_grad_enabled(False)

@@ -213,7 +213,7 @@ class HeldParameters(dict[str, Any]):
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         _apply(self._module, list(self._own.values()))
-        return self._own.__reduce_ex__(protocol)
+        return dict, (), None, None, iter(self._own.items())
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         _apply(self._module, list(self._own.values()))

@@ -76,6 +76,11 @@ class Journal:
         self.tries: dict[int, list[Any]] = {index: [] for index in places.waits}
 
     @property
+    def is_done(self) -> bool:
+        """Whether all ops have run."""
+        return all(value is not None for value in self.done)
+
+    @property
     def has_failed_wait(self) -> bool:
         """Whether communication that the update needs has failed, so that it can never be applied."""
         return any(tried and tried[-1] is None for tried in self.tries.values())
