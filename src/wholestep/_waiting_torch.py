@@ -10,9 +10,12 @@ whether it came from Python, from TorchScript or from a kernel of another operat
 from __future__ import annotations
 
 import contextlib
+import operator
 import sys
 import threading
-from collections.abc import Callable, Generator
+from collections import deque
+from collections.abc import Callable, Generator, Iterable
+from functools import partial
 from typing import Any
 
 import torch
@@ -53,9 +56,16 @@ def past_traps() -> contextlib.AbstractContextManager[Any]:
     return _C.DisableTorchFunctionSubclass()
 
 
-def past_keys() -> contextlib.AbstractContextManager[Any]:
-    """In this block, the key means nothing; operators that read must not be given tensors that have it."""
-    return _C._ExcludeDispatchKeyGuard(_KEYS)
+def at_once(calls: Iterable[Callable[[], Any]]) -> None:
+    """Call one function of C after the other without any Python in between: no signal handler runs meanwhile."""
+    deque(map(operator.call, calls), maxlen=0)
+
+
+def past_everything(calls: Iterable[Callable[[], Any]]) -> None:
+    """Call functions of C at once, for which neither the class of a tensor nor the key means anything."""
+    keys, functions = _C._ExcludeDispatchKeyGuard(_KEYS), _C.DisableTorchFunctionSubclass()
+    leave = partial(functions.__exit__, None, None, None), partial(keys.__exit__, None, None, None)
+    at_once([keys.__enter__, functions.__enter__, *calls, *leave])
 
 
 class Switches:
@@ -100,15 +110,24 @@ def stand_in(tensor: torch.Tensor) -> torch.Tensor:
 def marked_alias(tensor: torch.Tensor) -> torch.Tensor:
     """A tensor in the memory of another one, with the key."""
     made = stand_in(tensor)
-    with past_keys():
-        made.set_(tensor.untyped_storage(), tensor.storage_offset(), tensor.shape, tensor.stride())
+    place = tensor.untyped_storage(), tensor.storage_offset(), tensor.shape, tensor.stride()
+    past_everything([partial(_C.TensorBase.set_, made, *place)])
     return made
 
 
 def set_data(tensor: torch.Tensor, data: torch.Tensor) -> None:
     """`tensor.data = data`, whichever of them has the key; the tensor has it afterwards if `data` has."""
-    with past_keys(), past_traps():
-        tensor.data = data
+    past_everything([setting_data(tensor, data)])
+
+
+def setting_data(tensor: torch.Tensor, data: torch.Tensor) -> Callable[[], None]:
+    """A call of C that does the same past everything."""
+    return partial(_C.TensorBase.data.__set__, tensor, data)
+
+
+def setting_gradient(tensor: torch.Tensor, gradient: torch.Tensor | None) -> Callable[[], None]:
+    """A call of C that sets the gradient of a tensor."""
+    return partial(_C.TensorBase.grad.__set__, tensor, gradient)
 
 
 def is_marked(tensor: torch.Tensor) -> bool:
@@ -124,9 +143,8 @@ def storage_id(tensor: torch.Tensor) -> int:
 def unmark(tensor: torch.Tensor, storage: torch.UntypedStorage | None = None) -> None:
     """Take the key off a tensor; with `storage` it lies there from now on, in the same place."""
     storage = tensor.untyped_storage() if storage is None else storage
-    with past_keys(), torch.no_grad():
-        plain = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
-        plain.set_(storage, tensor.storage_offset(), tensor.shape, tensor.stride())
+    plain = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+    plain.set_(storage, tensor.storage_offset(), tensor.shape, tensor.stride())
     set_data(tensor, plain)
 
 

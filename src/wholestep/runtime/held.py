@@ -15,9 +15,11 @@ Each of these can be taken away or put back at any time, any number of times.
 from __future__ import annotations
 
 import copy
+import operator
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -55,18 +57,7 @@ def _apply_and_call(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dic
 
 
 class GuardedParameter(nn.Parameter):
-    """A parameter with a waiting update; touching it applies the update and makes it an `nn.Parameter` again.
-
-    `nn.Parameter` copies and pickles itself by its type, in Python, without asking any torch function first.
-    """
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        _apply(copy.deepcopy, self)
-        return copy.deepcopy(self, memo)
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        _apply(type(self).__reduce_ex__, self)
-        return self.__reduce_ex__(protocol)
+    """A parameter with a waiting update; touching it applies the update and makes it an `nn.Parameter` again."""
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
@@ -83,6 +74,22 @@ class GuardedTensor(torch.Tensor):
     def __torch_function__(cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         return _apply_and_call(func, args, kwargs)
 
+
+def _touching(name: str) -> Callable[..., Any]:
+    def method(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        _apply(getattr(torch.Tensor, name), self)
+        return getattr(self, name)(*args, **kwargs)
+
+    return method
+
+
+# Ways to a tensor's memory past operators; torch functions may be switched off, or not be asked at all.
+for _name in (
+    *("__deepcopy__", "__reduce_ex__", "data_ptr", "untyped_storage", "storage", "_typed_storage"),
+    *("share_memory_", "is_shared", "__dlpack__", "__array__", "numpy"),
+):
+    for _class in (GuardedParameter, GuardedTensor):
+        setattr(_class, _name, _touching(_name))
 
 _GUARDED: dict[type, type] = {nn.Parameter: GuardedParameter, torch.Tensor: GuardedTensor}
 
@@ -107,27 +114,32 @@ class Held:
         """Whether the gradient cannot be read either."""
         return self._gradient is not None
 
-    def hold(self, *, without_memory: bool) -> None:
-        """Keep the tensor from readers; for nothing if it is kept already. Call it past traps and keys."""
-        self.tensor.__class__ = _GUARDED[self._class]  # pyright: ignore[reportAttributeAccessIssue]
-        if self.real is None:
-            self.real = self.tensor.detach()
-        self.tensor.data = self._stand_in if without_memory else _waiting_torch.marked_alias(self.real)
-        self.expect_gradient()
+    def holding(self, *, without_memory: bool) -> list[Callable[[], Any]]:
+        """What to call, past everything, to keep the tensor from readers; it does no harm if it is kept already."""
+        real = self.tensor.detach() if self.real is None else self.real
+        data = self._stand_in if without_memory else _waiting_torch.marked_alias(real)
+        return [
+            partial(setattr, self, "real", real),
+            partial(setattr, self.tensor, "__class__", _GUARDED[self._class]),
+            _waiting_torch.setting_data(self.tensor, data),
+            *self.expecting_gradient(),
+        ]
 
-    def expect_gradient(self) -> None:
-        """The gradient, if it is one that has yet to come, cannot be read from now on. Call it past traps."""
-        if self._gradient is not None:
-            self.tensor.grad = self._gradient
+    def expecting_gradient(self) -> list[Callable[[], Any]]:
+        """What to call, past everything, if the gradient has yet to come."""
+        return [] if self._gradient is None else [_waiting_torch.setting_gradient(self.tensor, self._gradient)]
 
-    def give_back(self) -> None:
-        """Let everybody have the tensor again; for nothing if they have. Call it past traps and keys."""
-        if self.real is not None:
-            self.tensor.data = self.real
-            self.real = None
-        if self._gradient is not None and self.tensor.grad is self._gradient:
-            self.tensor.grad = None
-        self.tensor.__class__ = self._class
+    def giving_back(self) -> list[Callable[[], Any]]:
+        """What to call, past everything, to let everybody have the tensor again; it does no harm if they have."""
+        back = [] if self.real is None else [_waiting_torch.setting_data(self.tensor, self.real)]
+        with _waiting_torch.past_traps():
+            is_expected = self._gradient is not None and self.tensor.grad is self._gradient
+        return [
+            *back,
+            *([_waiting_torch.setting_gradient(self.tensor, None)] if is_expected else []),
+            partial(setattr, self.tensor, "__class__", self._class),
+            partial(setattr, self, "real", None),
+        ]
 
     def resolve(self, tensor: torch.Tensor) -> None:
         """Let an alias that was taken from the held tensor or its gradient lie where that lies now."""
@@ -145,23 +157,17 @@ class Held:
             _waiting_torch.unmark(tensor, source.untyped_storage())
 
 
-def hold(tensors: Iterable[Held], modules: Iterable[HeldParameters]) -> None:
-    """Keep tensors from readers, wherever they look."""
+def hold(tensors: Iterable[Held], modules: Iterable[HeldParameters], then: Callable[[], Any]) -> None:
+    """Keep tensors from readers, wherever they look: all at once. `then` is a call of C that notes it."""
     is_alone = threading.active_count() == 1
-    with _waiting_torch.past_traps(), _waiting_torch.past_keys():
-        for held in tensors:
-            held.hold(without_memory=is_alone)
-    for own in modules:
-        own.hold()
+    calls = [call for held in tensors for call in held.holding(without_memory=is_alone)]
+    _waiting_torch.past_everything([*calls, *(own.holding() for own in modules), then])
 
 
-def give_back(tensors: Iterable[Held], modules: Iterable[HeldParameters]) -> None:
-    """Let everybody have tensors again."""
-    with _waiting_torch.past_traps(), _waiting_torch.past_keys():
-        for held in tensors:
-            held.give_back()
-    for own in modules:
-        own.give_back()
+def give_back(tensors: Iterable[Held], modules: Iterable[HeldParameters], then: Callable[[], Any]) -> None:
+    """Let everybody have tensors again, all at once."""
+    calls = [call for held in tensors for call in held.giving_back()]
+    _waiting_torch.past_everything([*calls, *(own.giving_back() for own in modules), then])
 
 
 def why_not_held(tensors: Iterable[torch.Tensor]) -> str:
@@ -200,13 +206,13 @@ class HeldParameters(dict[str, Any]):
         self._own = _torch.own_parameters(module)
         super().__init__(self._own)
 
-    def hold(self) -> None:
-        """Stand in for the module's own dict."""
-        vars(self._module)["_parameters"] = self
+    def holding(self) -> Callable[[], Any]:
+        """What to call to stand in for the module's own dict."""
+        return partial(operator.setitem, vars(self._module), "_parameters", self)
 
-    def give_back(self) -> None:
-        if vars(self._module).get("_parameters") is self:
-            vars(self._module)["_parameters"] = self._own
+    def giving_back(self) -> Callable[[], Any]:
+        """What to call to put the module's own dict back."""
+        return partial(operator.setitem, vars(self._module), "_parameters", self._own)
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._own)

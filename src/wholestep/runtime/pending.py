@@ -21,6 +21,7 @@ import threading
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -130,32 +131,39 @@ class Pending:
         work = self._work
         return list(work.carries.values()) if isinstance(work, _Left) else []
 
-    def begin(self, executable: Executable) -> Journal:
-        """A graph is about to apply what was left: from now on the journal knows."""
+    def begin(self, executable: Executable) -> Journal | None:
+        """A graph is about to apply what was left: from now on the journal knows. None if nothing was."""
         work = self._work
-        assert isinstance(work, _Left)
+        if not isinstance(work, _Left):
+            return None
         reals = {slot_id: held.tensor if held.real is None else held.real for slot_id, held in self._held.items()}
         begun = _Begun(work.number, executable, executable.begin(work.carries | reals))
-        self._work = begun
-        self._num_interruptions = 0
-        return begun.journal
+        # A signal handler may have looked meanwhile, and begun itself; not between these two.
+        if self._work is work:
+            self._work = begun
+            return begun.journal
+        return None
 
     def leave(self, carries: dict[str, Any], number: int) -> None:
         """A call has applied all work before it, and leaves this."""
-        if not self._is_holding:
-            self._hold()
-        elif self._expecting:
-            with _waiting_torch.past_traps():
-                for held in self._expecting:
-                    held.expect_gradient()
-        self._work = _Left(number, carries)
+        left = _Left(number, carries)
+        while self._work is not left:
+            if not self._is_holding:
+                self._hold()
+            elif self._expecting:
+                _waiting_torch.past_everything(
+                    [call for held in self._expecting for call in held.expecting_gradient()]
+                )
+            # A signal handler may have looked meanwhile, and let go of everything; not between these two.
+            if self._is_holding:
+                self._work = left
 
     def settle(self, *, is_blocking: bool = True) -> None:
         """Apply what waits and give all tensors back; raises `WholestepError` if that cannot be done.
 
         If another thread runs the step just now, wait until it is through, or with `is_blocking=False` do nothing.
         """
-        if not self._is_holding and self._work is None:
+        if not self._is_holding and self._work is None and self not in _waiting:
             return
         me = threading.get_ident()
         if not is_blocking and self.runner not in (None, me):
@@ -168,18 +176,15 @@ class Pending:
                     self._bring_to_an_end()
                 work, self._work = self._work, None
                 self._give_back()
-                if isinstance(work, _Begun) and self.runner is None:
+                if isinstance(work, _Begun) and self.runner is None and self._readers.count(me) == 1:
                     work.journal.clear()  # frames of a traceback may hold it, and our views of what is no longer held
         finally:
             self._readers.remove(me)
             switches.put_back()
 
     def _bring_to_an_end(self) -> None:
-        if isinstance(self._work, _Left):
-            assert self._flush is not None
-            num_interruptions = self._num_interruptions
+        if self._flush is not None:
             self.begin(self._flush)
-            self._num_interruptions = num_interruptions
         work = self._work
         if isinstance(work, _Lost):
             raise WholestepError(work.message)
@@ -228,16 +233,15 @@ class Pending:
             self._tensors = list(held.values())
             self._expecting = [item for item in self._tensors if item.has_gradient]
         self._modules = [HeldParameters(module) for module in self._targets.modules]
-        self._is_holding = True
         if self not in _waiting:
             _waiting.append(self)
-        hold(self._tensors, self._modules)
+        hold(self._tensors, self._modules, partial(setattr, self, "_is_holding", True))
 
     def _give_back(self) -> None:
-        give_back(self._tensors, self._modules)
+        if self._is_holding:
+            give_back(self._tensors, self._modules, partial(setattr, self, "_is_holding", False))
         if self in _waiting:
             _waiting.remove(self)
-        self._is_holding = False
 
     def why_not_held(self) -> str:
         """Why updates cannot wait: somebody could look at what they change unseen; "" if nobody can."""
@@ -255,6 +259,10 @@ class Pending:
                 reason,
             )
         return reason
+
+    def continued(self) -> None:
+        """The next call came before anybody looked."""
+        self._num_interruptions = 0
 
     def note_interruption(self, func: object) -> None:
         """Somebody looked; if that happens after every step, nothing is ever hidden, which they should know."""

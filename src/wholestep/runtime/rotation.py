@@ -21,6 +21,7 @@ from wholestep.lower import Lower, dump_regions, memory_of
 from wholestep.passes import Pipeline, run_passes
 from wholestep.runtime.cuda_graph import why_not_recorded
 from wholestep.runtime.executable import Executable
+from wholestep.runtime.journal import Journal
 from wholestep.runtime.pending import Pending, Targets
 
 logger = logging.getLogger(__name__)
@@ -97,13 +98,16 @@ class Rotation:
         pending = self.pending
         pending.runner = threading.get_ident()
         try:
-            if not pending.can_begin:
+            does_end = is_last and pending.can_begin and self._ends_in_place
+            in_loop = self._cleanup if does_end else self._main
+            journal = pending.begin(in_loop)
+            if journal is None:
                 pending.settle()
                 does_wait = not is_last and not pending.why_not_held()
                 outputs, carries = (self._setup if does_wait else self._whole).run(leaves)
             else:
-                does_wait = not (is_last and self._ends_in_place)
-                outputs, carries = self._apply_and_run(self._main if does_wait else self._cleanup, leaves)
+                does_wait = in_loop is self._main
+                outputs, carries = self._apply_and_run(in_loop, leaves, journal)
             if does_wait:
                 pending.leave(carries, number)
         finally:
@@ -112,9 +116,12 @@ class Rotation:
             pending.settle()
         return outputs
 
-    def _apply_and_run(self, executable: Executable, leaves: list[Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    def _apply_and_run(
+        self, executable: Executable, leaves: list[Any], journal: Journal
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        self.pending.continued()
         try:
-            return executable.run(leaves, self.pending.begin(executable))
+            return executable.run(leaves, journal)
         except Exception as error:
             self.pending.settle_after(error)
             raise

@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 import wholestep
 from wholestep.runtime.checkpoint.ranks import warn_of_the_dead
 from wholestep.runtime.checkpoint.writing import Draft
-from wholestep.runtime.pending import GuardedParameter
+from wholestep.runtime.held import GuardedParameter
 from wholestep.zoo.optimizers import OPTIMIZERS
 
 
