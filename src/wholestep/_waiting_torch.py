@@ -149,13 +149,29 @@ def unmark(tensor: torch.Tensor, storage: torch.UntypedStorage | None = None) ->
 
 
 def storage_users(tensor: torch.Tensor) -> tuple[int, int, bool]:
-    """Identity of the storage of a tensor, how many tensors lie there, and whether others may know of it.
+    """Identity of the storage of a tensor, how many have it, and whether others than PyTorch may know of it.
 
-    Counted are tensors wherever they are held, in Python or C++. Others are NumPy, DLPack, files, other processes:
-    memory that came from them, or was shown to them once, cannot be resized.
+    Counted are tensors and storages wherever they are held, in Python or C++. Others are NumPy, DLPack, files and other
+    processes: memory that came from them, or was shown to them once, cannot be resized, or is shared.
     """
+    key, num_owners, num_references, is_known_elsewhere = _storage_counts(tensor)
+    return key, 1 + num_owners - _ALONE[1] + num_references - _ALONE[2], is_known_elsewhere
+
+
+def _storage_counts(tensor: torch.Tensor) -> tuple[int, int, int, bool]:
     storage = tensor.untyped_storage()
-    return storage._cdata, _C._storage_Use_Count(storage._cdata) - 1, not storage.resizable()
+    is_shared = storage.device.type == "cpu" and storage.is_shared()
+    key = storage._cdata
+    return key, _C._storage_Use_Count(key), sys.getrefcount(storage), is_shared or not storage.resizable()
+
+
+# What is counted if there is one tensor and nobody else; it depends on how PyTorch keeps the objects alive.
+_ALONE = _storage_counts(torch.empty(1))
+
+
+def increment_versions(tensors: list[torch.Tensor]) -> None:
+    """What in-place operators do, so that a backward through values of before raises."""
+    torch.autograd.graph.increment_version(tensors)
 
 
 def is_making_parameter() -> bool:

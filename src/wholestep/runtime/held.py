@@ -41,14 +41,11 @@ def when_looked_at(function: Callable[[object], Errors]) -> None:
 def _apply(func: object, looked_at: Any) -> None:
     """Apply what waits; raises if that cannot be done for one of the tensors that are looked at."""
     errors = [error for function in _appliers for error in function(func)]
-    if errors and any(_is_held(value) for value in _torch.tree_leaves(looked_at)):
-        raise errors[0]
-
-
-def _is_held(value: Any) -> bool:
-    return isinstance(value, (GuardedParameter, GuardedTensor)) or (
-        isinstance(value, torch.Tensor) and _waiting_torch.is_marked(value)
-    )
+    for value in _torch.tree_leaves(looked_at):
+        if type(value) in _PLAIN and id(value) not in _by_tensor:
+            value.__class__ = _PLAIN[type(value)]  # somebody has given the class of a held tensor to another one
+        elif errors and isinstance(value, torch.Tensor) and (type(value) in _PLAIN or _waiting_torch.is_marked(value)):
+            raise errors[0]
 
 
 def _apply_and_call(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> Any:
@@ -86,13 +83,17 @@ def _touching(name: str) -> Callable[..., Any]:
 # Ways to a tensor's memory past operators; torch functions may be switched off, or not be asked at all.
 for _name in (
     *("__deepcopy__", "__reduce_ex__", "data_ptr", "untyped_storage", "storage", "_typed_storage"),
-    *("share_memory_", "is_shared", "__dlpack__", "__array__", "numpy"),
+    *("share_memory_", "is_shared", "__dlpack__", "__array__", "numpy", "_use_count"),
 ):
     for _class in (GuardedParameter, GuardedTensor):
         setattr(_class, _name, _touching(_name))
 
 _GUARDED: dict[type, type] = {nn.Parameter: GuardedParameter, torch.Tensor: GuardedTensor}
 
+_PLAIN: dict[type, type] = {guarded: plain for plain, guarded in _GUARDED.items()}
+
+# Who holds a tensor, by its identity and by that of the storages that stand in for its own and its gradient's.
+_by_tensor: weakref.WeakValueDictionary[int, Held] = weakref.WeakValueDictionary()
 _by_storage: weakref.WeakValueDictionary[int, Held] = weakref.WeakValueDictionary()
 
 
@@ -105,6 +106,7 @@ class Held:
         self._class = type(tensor)
         self._stand_in = _waiting_torch.stand_in(tensor)
         self._gradient = _waiting_torch.stand_in(tensor) if with_gradient else None
+        _by_tensor[id(tensor)] = self
         for made in (self._stand_in, self._gradient):
             if made is not None:
                 _by_storage[_waiting_torch.storage_id(made)] = self
@@ -183,7 +185,7 @@ def why_not_held(tensors: Iterable[torch.Tensor]) -> str:
         num_expected[key] = num_expected.get(key, 0) + 1
         num_found[key] = num_users
     if num_found != num_expected:
-        return "somebody holds a view of one of them (`.data` or `.detach()`, say)"
+        return "somebody holds a view of one of them (`.data`, `.detach()` or a storage)"
     return ""
 
 

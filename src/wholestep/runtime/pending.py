@@ -76,11 +76,13 @@ class _Lost:
 class Targets:
     """What waiting updates of a step change or look at: reads the tensors by slot id.
 
-    `gradients` are the slots of parameters whose gradient comes with the update, `modules` those that own parameters.
+    `gradients` are the slots of parameters whose gradient comes with the update, `versioned` those whose version an
+    update in eager counts up, `modules` those that own parameters.
     """
 
     read: Callable[[], dict[str, torch.Tensor]]
     gradients: frozenset[str]
+    versioned: frozenset[str]
     modules: Sequence[nn.Module]
 
 
@@ -233,6 +235,7 @@ class Pending:
             self._tensors = list(held.values())
             self._expecting = [item for item in self._tensors if item.has_gradient]
         self._modules = [HeldParameters(module) for module in self._targets.modules]
+        _waiting_torch.increment_versions([tensors[slot_id] for slot_id in self._targets.versioned & tensors.keys()])
         if self not in _waiting:
             _waiting.append(self)
         hold(self._tensors, self._modules, partial(setattr, self, "_is_holding", True))

@@ -191,7 +191,10 @@ class Rotation:
             for module in modules.values()
             if any(id(parameter) in ids for parameter in _torch.own_parameters(module).values())
         ]
-        return Targets(read, gradients, owners)
+        written = {} if self._flush is None else _written_slots(self._flush.graph)
+        # Fused optimizers count no versions.
+        versioned = frozenset(slot for slot, ops_there in written.items() if any("_fused_" not in op for op in ops_there))
+        return Targets(read, gradients, versioned, owners)
 
 
 def _write_moved_updates(graph: StepGraph) -> None:
