@@ -153,9 +153,7 @@ class Pending:
             if not self._is_holding:
                 self._hold()
             elif self._expecting:
-                _waiting_torch.past_everything(
-                    [call for held in self._expecting for call in held.expecting_gradient()]
-                )
+                _waiting_torch.past_everything([call for held in self._expecting for call in held.expecting_gradient()])
             # A signal handler may have looked meanwhile, and let go of everything; not between these two.
             if self._is_holding:
                 self._work = left
@@ -304,8 +302,8 @@ class Pending:
         self._is_locked_for_fork = False
         if isinstance(self._work, (_Left, _Begun)):
             self._work = _Lost(
-                f"the update of call {self._work.number} of {self.name} was still waiting when this process was forked, "
-                "and can only be applied in the process it was forked from; fork after step.flush()"
+                f"the update of call {self._work.number} of {self.name} was still waiting when this process was "
+                "forked, and can only be applied in the process it was forked from; fork after step.flush()"
             )
 
 

@@ -193,7 +193,9 @@ class Rotation:
         ]
         written = {} if self._flush is None else _written_slots(self._flush.graph)
         # Fused optimizers count no versions.
-        versioned = frozenset(slot for slot, ops_there in written.items() if any("_fused_" not in op for op in ops_there))
+        versioned = frozenset(
+            slot for slot, ops_there in written.items() if any("_fused_" not in op for op in ops_there)
+        )
         return Targets(read, gradients, versioned, owners)
 
 
@@ -202,9 +204,7 @@ def _write_moved_updates(graph: StepGraph) -> None:
     slots = graph.placeholders()
     moved = {slot_id: value for slot_id, value in graph.updates.items() if "applies" in value.meta}
     for slot_id, value in moved.items():
-        graph.insert(
-            torch.ops.aten.copy_.default, (slots[slot_id], value), like=value, before=graph.output_node
-        )
+        graph.insert(torch.ops.aten.copy_.default, (slots[slot_id], value), like=value, before=graph.output_node)
     if moved:
         graph.set_returned(updates={slot_id: v for slot_id, v in graph.updates.items() if slot_id not in moved})
         graph.is_functional = False
