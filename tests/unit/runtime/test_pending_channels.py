@@ -11,9 +11,9 @@ from typing import Any
 import numpy
 import pytest
 import torch
-import torch.utils.dlpack
 from tests.waiting import WORDS, Pair, Side, X, is_anything_waiting, is_pending
 from torch import Tensor, nn
+from torch._C import _to_dlpack as to_dlpack  # what torch.utils.dlpack has under another name
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader, Dataset
 from torch.utils.flop_counter import FlopCounterMode
@@ -62,12 +62,12 @@ def _jitted(side: Side, compile: Callable[[nn.Module], Any]) -> Tensor:
 CHANNELS: dict[str, Callable[[Side], Any]] = {
     "torch.tensor([step])": lambda s: torch.tensor([_step_of(s)]),
     "numpy.array([step])": lambda s: torch.from_numpy(numpy.array([_step_of(s)])),
-    "torch.full": lambda s: torch.full((2,), _step_of(s)),
-    "alpha": lambda s: torch.add(torch.ones(2), 1, alpha=_step_of(s)),
+    "torch.full": lambda s: torch.full((2,), _step_of(s)),  # pyright: ignore[reportArgumentType, reportCallIssue]
+    "alpha": lambda s: torch.add(torch.ones(2), 1, alpha=_step_of(s)),  # pyright: ignore[reportArgumentType]
     "index": lambda s: list(range(9))[int(_step_of(s))],
     "new_tensor": lambda s: torch.zeros(1).new_tensor(_moment_of(s)),
     "as_subclass": lambda s: s.parameters[0].as_subclass(Tensor).detach(),
-    "to_dlpack": lambda s: torch.from_dlpack(torch.utils.dlpack.to_dlpack(s.model.first.weight.detach())),
+    "to_dlpack": lambda s: torch.from_dlpack(to_dlpack(s.model.first.weight.detach())),
     "__dlpack__": lambda s: torch.from_dlpack(_moment_of(s)),
     "nested": lambda s: torch.nested.nested_tensor([s.parameters[0]], layout=torch.jagged)[0].detach(),
     "t.data = p": _set_data,
@@ -128,7 +128,7 @@ def test_what_cannot_be_seen_raises() -> None:
     pair = Pair()
     pair.steps(3)
     with pytest.raises(RuntimeError, match="Cannot access data pointer"):
-        torch.utils.dlpack.to_dlpack(pair.ours.parameters[0])
+        to_dlpack(pair.ours.parameters[0])
     assert is_pending(pair.ours)
     pair.steps(2)
     pair.assert_same()
@@ -142,7 +142,7 @@ ALIASES: dict[str, Callable[[nn.Module, Optimizer], Any]] = {
     "view": lambda m, _: m.get_parameter("first.weight").data[1:],
     "numpy": lambda m, _: m.get_parameter("first.weight").detach().numpy(),
     "numpy of the state": lambda m, o: o.state[m.get_parameter("first.weight")]["exp_avg"].numpy(),
-    "dlpack": lambda m, _: torch.utils.dlpack.to_dlpack(m.get_parameter("first.weight").detach()),
+    "dlpack": lambda m, _: to_dlpack(m.get_parameter("first.weight").detach()),
     "storage": lambda m, _: m.get_parameter("first.weight").untyped_storage(),
     "graph": lambda m, _: m.get_parameter("first.weight").t().square().sum(),
 }
