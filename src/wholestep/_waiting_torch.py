@@ -140,6 +140,15 @@ def storage_id(tensor: torch.Tensor) -> int:
     return tensor.untyped_storage()._cdata
 
 
+def has_memory(tensor: torch.Tensor) -> bool:
+    """Whether a tensor with the key lies in memory, and does not only stand in for one that does."""
+    try:
+        tensor.untyped_storage().data_ptr()
+    except RuntimeError:
+        return False
+    return True
+
+
 def unmark(tensor: torch.Tensor, storage: torch.UntypedStorage | None = None) -> None:
     """Take the key off a tensor; with `storage` it lies there from now on, in the same place."""
     storage = tensor.untyped_storage() if storage is None else storage

@@ -133,10 +133,8 @@ class _Writer:
         todo = f"{self._global(itertools.starmap, 'starmap')}({function}, ({self._text(tuple(arguments))},))"
         if returns_nothing(node):
             todo = f"{self._global(zip, 'zip')}({todo})"
-        return [
-            f"{_TODO} = {todo}",
-            f"if {_DONE}[{index}] is None: {_DONE}[{index}:{index + 1}] = {_TODO}",
-        ]
+        lines = [f"{_TODO} = {todo}", f"if {_DONE}[{index}] is None: {_DONE}[{index}:{index + 1}] = {_TODO}"]
+        return [*lines, f"{_TODO} = None"] if node.kwargs else lines  # which hold values
 
     def _statement(self, node: fx.Node) -> str:
         if node.target is operator.getitem:

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import copy
 import operator
+import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator
@@ -172,29 +173,48 @@ def give_back(tensors: Iterable[Held], modules: Iterable[HeldParameters], then: 
     _waiting_torch.past_everything([*calls, *(own.giving_back() for own in modules), then])
 
 
-def why_not_held(tensors: Iterable[torch.Tensor]) -> str:
-    """Why somebody could look at one of these tensors unseen; "" if nobody can."""
-    num_expected: dict[int, int] = {}
-    num_found: dict[int, int] = {}
-    for tensor in tensors:
-        if type(tensor) not in _GUARDED or tensor.layout is not torch.strided:
-            return f"one of them is a {type(tensor).__name__}, which has ways of its own to be read"
-        key, num_users, is_known_elsewhere = _waiting_torch.storage_users(tensor)
-        if is_known_elsewhere:
-            return "the memory of one of them is or was shared with NumPy, DLPack, a file or another process"
-        num_expected[key] = num_expected.get(key, 0) + 1
-        num_found[key] = num_users
-    if num_found != num_expected:
-        return "somebody holds a view of one of them (`.data`, `.detach()` or a storage)"
-    return ""
+class Owners:
+    """Knows who else may have the memory of tensors: then nobody could see who reads there.
+
+    Memory that PyTorch cannot resize came from elsewhere (NumPy, a file), or was shown to NumPy or DLPack once. If it
+    could be resized when it was seen first, it is the latter, and does not matter once all arrays are gone: those that
+    were made of an alias are counted among the users of its storage, the others hold the tensor itself.
+    """
+
+    def __init__(self) -> None:
+        self._num_references: dict[int, int] = {}
+
+    def why_not_held(self, tensors: Iterable[torch.Tensor]) -> str:
+        """Why somebody could look at one of these tensors unseen; "" if nobody can."""
+        num_expected: dict[int, int] = {}
+        num_found: dict[int, int] = {}
+        for tensor in tensors:
+            if type(tensor) not in _GUARDED or tensor.layout is not torch.strided:
+                return f"one of them is a {type(tensor).__name__}, which has ways of its own to be read"
+            key, num_users, is_known_elsewhere = _waiting_torch.storage_users(tensor)
+            num_references = sys.getrefcount(tensor) - (id(tensor) in _by_tensor)
+            if not is_known_elsewhere:
+                self._num_references[id(tensor)] = num_references
+            elif num_references > self._num_references.get(id(tensor), 0):
+                return "the memory of one of them is shared with NumPy, DLPack, a file or another process"
+            num_expected[key] = num_expected.get(key, 0) + 1
+            num_found[key] = num_users
+        if num_found != num_expected:
+            return "somebody holds a view of one of them (`.data`, `.detach()` or a storage)"
+        return ""
 
 
 def _resolve(tensor: torch.Tensor) -> None:
     owner = _by_storage.get(_waiting_torch.storage_id(tensor))
-    if owner is None:
+    if owner is not None:
+        owner.resolve(tensor)
+    elif _waiting_torch.has_memory(tensor):
         _waiting_torch.unmark(tensor)
     else:
-        owner.resolve(tensor)
+        raise WholestepError(
+            "this tensor was taken past PyTorch's torch functions while an update of it waited, and what it was taken "
+            "from is gone; take it after step.flush()"
+        )
 
 
 class HeldParameters(dict[str, Any]):

@@ -31,7 +31,7 @@ from wholestep import _waiting_torch
 from wholestep.capture import source
 from wholestep.errors import RankError, WholestepError
 from wholestep.runtime.executable import Executable
-from wholestep.runtime.held import Held, HeldParameters, give_back, hold, when_looked_at, why_not_held
+from wholestep.runtime.held import Held, HeldParameters, Owners, give_back, hold, when_looked_at
 from wholestep.runtime.journal import Journal
 
 logger = logging.getLogger(__name__)
@@ -106,6 +106,7 @@ class Pending:
         self._readers: list[int] = []
         self.runner: int | None = None
         self._is_locked_for_fork = False
+        self._owners = Owners()
         self._num_refusals = 0
         self._num_left_out = 0
         self._num_interruptions = 0
@@ -128,21 +129,26 @@ class Pending:
         return any(reader != me for reader in self._readers)
 
     @property
-    def carries(self) -> list[Any]:
-        """Values that are kept for the next call."""
+    def carries(self) -> dict[str, Any]:
+        """Values that are kept for the next call; the dict is emptied when it takes them."""
         work = self._work
-        return list(work.carries.values()) if isinstance(work, _Left) else []
+        return work.carries if isinstance(work, _Left) else {}
 
     def begin(self, executable: Executable) -> Journal | None:
         """A graph is about to apply what was left: from now on the journal knows. None if nothing was."""
         work = self._work
         if not isinstance(work, _Left):
             return None
+        carries = dict(work.carries)
+        # A signal handler may look at any time, and begin itself; not between these two lines, nor those below.
+        if self._work is not work:
+            return None
         reals = {slot_id: held.tensor if held.real is None else held.real for slot_id, held in self._held.items()}
-        begun = _Begun(work.number, executable, executable.begin(work.carries | reals))
-        # A signal handler may have looked meanwhile, and begun itself; not between these two.
+        begun = _Begun(work.number, executable, executable.begin(carries | reals))
+        del carries
         if self._work is work:
             self._work = begun
+            work.carries.clear()
             return begun.journal
         return None
 
@@ -250,7 +256,7 @@ class Pending:
             self._num_left_out += 1
             return "somebody looks at them after each step"
         self._num_left_out = 0
-        reason = why_not_held({id(tensor): tensor for tensor in self._targets.read().values()}.values())
+        reason = self._owners.why_not_held({id(tensor): tensor for tensor in self._targets.read().values()}.values())
         self._num_refusals = self._num_refusals + 1 if reason else 0
         if self._num_refusals == _TOO_OFTEN:
             logger.warning(

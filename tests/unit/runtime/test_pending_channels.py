@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import multiprocessing
 import os
+import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -64,14 +65,13 @@ CHANNELS: dict[str, Callable[[Side], Any]] = {
     "numpy.array([step])": lambda s: torch.from_numpy(numpy.array([_step_of(s)])),
     "torch.full": lambda s: torch.full((2,), _step_of(s)),  # pyright: ignore[reportArgumentType, reportCallIssue]
     "alpha": lambda s: torch.add(torch.ones(2), 1, alpha=_step_of(s)),  # pyright: ignore[reportArgumentType]
-    "index": lambda s: list(range(9))[int(_step_of(s))],
+    "index": lambda s: list(range(999))[int(_step_of(s))],
     "new_tensor": lambda s: torch.zeros(1).new_tensor(_moment_of(s)),
     "as_subclass": lambda s: s.parameters[0].as_subclass(Tensor).detach(),
     "to_dlpack": lambda s: torch.from_dlpack(to_dlpack(s.model.first.weight.detach())),
     "__dlpack__": lambda s: torch.from_dlpack(_moment_of(s)),
     "nested": lambda s: torch.nested.nested_tensor([s.parameters[0]], layout=torch.jagged)[0].detach(),
     "t.data = p": _set_data,
-    "jit.script": lambda s: _jitted(s, torch.jit.script),
     "jit.trace": lambda s: _jitted(s, lambda module: torch.jit.trace(module, X)),
     "func.grad": lambda s: torch.func.grad(lambda p: p.square().sum())(s.parameters[0]),
     "func.vjp": lambda s: torch.func.vjp(lambda p: p.square().sum(), s.parameters[0])[0].detach(),
@@ -91,6 +91,8 @@ CHANNELS: dict[str, Callable[[Side], Any]] = {
     "unasked: gradient": lambda s: _unasked(lambda: s.parameters[0].grad).clone(),
     "unasked: deepcopy": lambda s: _unasked(lambda: copy.deepcopy(s.parameters[0])).detach(),
     "operator": lambda s: torch.ops.aten.mul.Tensor(s.parameters[0], 2).detach(),
+    # It gives modules a new attribute, so that the step is captured again; hence last.
+    "jit.script": lambda s: _jitted(s, torch.jit.script),
 }
 
 
@@ -123,8 +125,9 @@ def test_tensors_are_swapped_with_their_updates() -> None:
     pair.assert_same()
 
 
-def test_what_cannot_be_seen_raises() -> None:
-    """C++ that is given a parameter asks for an address, and nobody could tell who waits."""
+def test_what_cannot_be_seen_raises(monkeypatch: pytest.MonkeyPatch) -> None:
+    """C++ that is given a parameter asks for its address; if no thread may be about to read there, it has none."""
+    monkeypatch.setattr(threading, "active_count", lambda: 1)
     pair = Pair()
     pair.steps(3)
     with pytest.raises(RuntimeError, match="Cannot access data pointer"):
