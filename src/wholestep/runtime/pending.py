@@ -196,7 +196,7 @@ class Pending:
             raise WholestepError(work.message)
         if isinstance(work, _Begun):
             if work.journal.has_failed_wait:
-                raise RankError(self._missing(work, "the gradients of another rank never came"))
+                raise RankError(self.why_failed())
             try:
                 work.executable.finish(work.journal)
             except Exception as error:
