@@ -56,6 +56,11 @@ def past_traps() -> contextlib.AbstractContextManager[Any]:
     return _C.DisableTorchFunctionSubclass()
 
 
+def is_past_traps() -> bool:
+    """Whether we are in such a block, or somebody has switched torch functions off."""
+    return not _C._is_torch_function_enabled()
+
+
 def at_once(calls: Iterable[Callable[[], Any]]) -> None:
     """Call one function of C after the other without any Python in between: no signal handler runs meanwhile."""
     deque(map(operator.call, calls), maxlen=0)

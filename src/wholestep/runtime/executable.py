@@ -71,7 +71,8 @@ class Executable:
 
     def run(self, leaves: list[Any], journal: Journal | None = None) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Execute once; returns the graph's outputs and what it leaves for the next call, by slot id."""
-        inputs = [binding.read(leaves) for binding in self._inputs]
+        with _waiting_torch.past_traps():
+            inputs = [binding.read(leaves) for binding in self._inputs]
         for index, number in self._numbers.items():
             inputs[index] = number.holding(inputs[index])
         was_grad_enabled = torch.is_grad_enabled()

@@ -220,7 +220,7 @@ def _resolve(tensor: torch.Tensor) -> None:
 class HeldParameters(dict[str, Any]):
     """The parameters of a module some of which are held; asking for one applies what waits.
 
-    What asks in C still finds them, guarded; what writes, writes to the module's own dict.
+    What asks in C, or past traps, still finds them, guarded; what writes, writes to the module's own dict.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -250,7 +250,8 @@ class HeldParameters(dict[str, Any]):
 
 def _asking(name: str) -> Callable[..., Any]:
     def method(self: HeldParameters, *args: Any, **kwargs: Any) -> Any:
-        _apply(self._module, list(self._own.values()))  # pyright: ignore[reportPrivateUsage]
+        if not _waiting_torch.is_past_traps():
+            _apply(self._module, list(self._own.values()))  # pyright: ignore[reportPrivateUsage]
         return getattr(self._own, name)(*args, **kwargs)  # pyright: ignore[reportPrivateUsage]
 
     return method
