@@ -305,7 +305,7 @@ class StepRunner:
             return captured, graph
 
         with _garbage_collection_paused():
-            flush_all()
+            flush_others(None)
             plan = None
             if self.options.data_parallel is None:
                 captured, graph = capture_step(frozenset())
