@@ -27,6 +27,24 @@ def _seeded_and_single_threaded() -> Iterator[None]:
     torch.set_num_threads(threads)
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--leftovers", action="store_true", help="no call of a compiled step leaves internal tensors behind"
+    )
+
+
+@pytest.fixture(autouse=True)
+def _nothing_left_behind(pytestconfig: pytest.Config) -> Iterator[None]:
+    """Under `--leftovers`, every call of a compiled step is followed by a look for what it has left behind."""
+    if not pytestconfig.getoption("--leftovers"):
+        yield
+        return
+    from tests.leftovers import Leftovers
+
+    with Leftovers().watching():
+        yield
+
+
 @pytest.fixture
 def deterministic() -> Iterator[None]:
     """Refuse nondeterministic kernels; asked for by name, since it also changes which ops a trace records."""

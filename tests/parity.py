@@ -1,11 +1,13 @@
 """Compare a compiled training step with eager execution after every single step."""
 
 import copy
+import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -21,7 +23,7 @@ def snapshot(model: nn.Module, optimizer: Optimizer) -> dict[str, Tensor]:
     """Clone everything a training step may change, by name.
 
     The names are `param.<name>`, `buffer.<name>`, `grad.<name>`, `state.<param name>.<key>`,
-    `group.<index>.<option>`, `rng.cpu` and, where CUDA is in use, `rng.cuda.<index>`.
+    `group.<index>.<option>`, `rng.cpu`, `rng.python`, `rng.numpy` and, where CUDA is in use, `rng.cuda.<index>`.
     """
     taken: dict[str, Tensor] = {}
     # A tied parameter is listed under each of its names, so that untying it shows.
@@ -32,7 +34,7 @@ def snapshot(model: nn.Module, optimizer: Optimizer) -> dict[str, Tensor]:
     for name, buffer in model.named_buffers(remove_duplicate=False):
         taken[f"buffer.{name}"] = buffer.detach().clone()
     taken |= _optimizer_snapshot(model, optimizer)
-    return taken | _random_states()
+    return taken | _random_states() | _python_random_values()
 
 
 def _optimizer_snapshot(model: nn.Module, optimizer: Optimizer) -> dict[str, Tensor]:
@@ -109,12 +111,28 @@ def _random_states() -> dict[str, Tensor]:
     return states
 
 
+def _python_random_values() -> dict[str, Tensor]:
+    _, words, gauss = random.getstate()
+    numpy_words: Any = np.random.get_state(legacy=False)
+    key, position = numpy_words["state"]["key"], numpy_words["state"]["pos"]
+    return {
+        "rng.python": torch.tensor([*words, 0.0 if gauss is None else gauss], dtype=torch.float64),
+        "rng.numpy": torch.tensor([*key.tolist(), position, numpy_words["gauss"]], dtype=torch.float64),
+    }
+
+
 class RandomStream:
-    """A position in the global random number streams that can be switched to and left again."""
+    """A position in the global streams of torch, Python and NumPy that can be switched to and left again."""
 
     def __init__(self, seed: int) -> None:
         torch.manual_seed(seed)
+        random.seed(seed)
+        np.random.seed(seed)
+        self._remember()
+
+    def _remember(self) -> None:
         self._states = _random_states()
+        self._python, self._numpy = random.getstate(), np.random.get_state(legacy=False)
 
     @contextmanager
     def active(self) -> Iterator[None]:
@@ -124,8 +142,12 @@ class RandomStream:
                 torch.set_rng_state(state)
             else:
                 torch.cuda.set_rng_state(state, int(name.rpartition(".")[2]))
-        yield
-        self._states = _random_states()
+        random.setstate(self._python)
+        np.random.set_state(self._numpy)
+        try:
+            yield
+        finally:
+            self._remember()
 
 
 def default_step(case: ZooCase) -> TrainStep:

@@ -11,7 +11,8 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from tests.parity import RandomStream, differences
+from tests.parity import RandomStream
+from tests.pictures import Picture, differences, generators, picture
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -89,16 +90,20 @@ class Twins:
     ) -> None:
         self.worlds: list[World] = []
         for _ in range(2):
-            torch.manual_seed(seed)
-            self.worlds.append(build())
+            with RandomStream(seed).active():
+                self.worlds.append(build())
         functions = [make(world) if make is not None else function for world in self.worlds]
         assert functions[0] is not None
+        self._functions = functions
         self.eager: Callable[..., Any] = functions[0]
         self.compiled: Any = wholestep.compile(functions[1], **options)
         self._call = call
         self._streams = (RandomStream(seed + 1), RandomStream(seed + 1))
         self._kept: tuple[list[Any], list[Any]] = ([], [])
         self._compare_kept = compare_kept
+        self._before: list[list[Any]] = [[], []]
+        for side in range(2):
+            self._look(side)
         self._number = 0
 
     @property
@@ -112,28 +117,28 @@ class Twins:
     def step(self, *args: Any) -> Any:
         """Run one step on both sides, each with its own copy of `args`, and compare; returns the compiled output.
 
-        Compared are the returned value, everything in the world, the arguments and the random stream; and what earlier
-        steps returned, which must not be overwritten.
+        Compared are the returned value, everything in the world and in the closure of the step, the arguments and the
+        generators of torch, Python and NumPy; what the world held after the last step, which is changed in place or
+        replaced as eager does; and what earlier steps returned, which must not be overwritten.
         """
         self._number += 1
-        seen: list[dict[str, Tensor]] = []
-        for world, step, stream, kept in zip(
-            self.worlds, (self.eager, self.compiled), self._streams, self._kept, strict=True
-        ):
+        seen: list[Picture] = []
+        for side, (step, stream, kept) in enumerate(zip((self.eager, self.compiled), self._streams, self._kept)):
             own_args = copy.deepcopy(args)
             with stream.active():
-                kept.append(self._call(world, step, *own_args))
-                rng = torch.get_rng_state()
-            seen.append(
-                named_values("output", kept[-1]) | named_values("argument", own_args) | observe(world) | {"rng": rng}
-            )
+                kept.append(self._call(self.worlds[side], step, *own_args))
+                seen.append(self._look(side) | picture({"argument": own_args, **generators()})[0])
+            seen[-1] |= picture({"output": kept[-1]}, torchs_by_value=True)[0]
         _fail_on(f"step {self._number}", differences(seen[0], seen[1]))
         if self._compare_kept:
-            _fail_on(
-                f"outputs kept until step {self._number}",
-                differences(*(named_values("output", outputs) for outputs in self._kept)),
-            )
+            eager, compiled = (picture({"output": kept}, torchs_by_value=True)[0] for kept in self._kept)
+            _fail_on(f"outputs kept until step {self._number}", differences(eager, compiled))
         return self._kept[1][-1]
+
+    def _look(self, side: int) -> Picture:
+        roots = {**vars(self.worlds[side]), "step": self._functions[side]}
+        seen, self._before[side] = picture(roots, self._before[side], torchs_by_value=True)
+        return seen
 
     def steps(self, number: int, *args: Any) -> None:
         """The same batch several times."""

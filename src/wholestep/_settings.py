@@ -78,7 +78,8 @@ class Settings:
         "DUMP_DIR",
         None,
         _FOLDER,
-        "every pass writes the graph before and after it, and their difference, there, lowering the ops of regions",
+        "each capture writes to a new folder there: the graph before and after every pass and their difference, the "
+        "graphs that run, and the ops of lowered regions",
         unset="nothing is written",
     )
     cache_size: int = _setting("CACHE_SIZE", 16, _whole_number(1), "how many specialisations of one step are kept")

@@ -10,13 +10,14 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from typing import Any
 from unittest import mock
 
 import sympy
 import torch
 import torch.distributed as dist
+import torch.fx._symbolic_trace as fx_tracing
 import torch.fx.traceback as fx_traceback
 import torch.utils.checkpoint
 from torch import fx
@@ -24,7 +25,6 @@ from torch._C import _dispatch_has_kernel as is_registered  # tells torch's oper
 from torch._dispatch.python import enable_python_dispatcher
 from torch._dynamo.source import ConstantSource
 from torch._dynamo.utils import _disable_saved_tensors_hooks_during_tracing
-from torch._functorch._aot_autograd.logging_utils import setup_stacktrace_preservation_hooks
 from torch._guards import active_fake_mode
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
@@ -214,6 +214,11 @@ def node_of(tracer: Any, fake: torch.Tensor) -> fx.Node:
     return get_proxy_slot(fake, tracer).proxy.node
 
 
+def has_node(tracer: Any, fake: torch.Tensor) -> bool:
+    """Whether a fake tensor is a value of the graph being traced: some are made beside it (by a gradient scaler)."""
+    return get_proxy_slot(fake, tracer, None) is not None
+
+
 def mkldnn_rnn_layer_in_training(*args: Any, **kwargs: Any) -> Any:
     """`aten.mkldnn_rnn_layer` that keeps what its backward needs; the kernel asks grad mode whether to."""
     with torch.enable_grad():
@@ -330,34 +335,18 @@ def fake_mode_of(tensor: torch.Tensor) -> FakeTensorMode:
     return tensor.fake_mode
 
 
-def link_backward(roots: list[Any]) -> None:
-    """Hook the autograd graph so that each backward node records the sequence number of its forward node."""
-    setup_stacktrace_preservation_hooks(roots)
-
-
-def accumulate_grad_variables(roots: Sequence[Any]) -> Iterator[torch.Tensor]:
-    """The leaves that a backward pass from `roots` will write gradients to."""
-    seen: set[Any] = set()
-    pending = [root for root in roots if root is not None]
-    while pending:
-        node = pending.pop()
-        if node in seen:
-            continue
-        seen.add(node)
-        if hasattr(node, "variable"):
-            yield node.variable
-        pending.extend(function for function, _ in node.next_functions if function is not None)
-
-
 @contextlib.contextmanager
 def compiling_flag(value: bool) -> Generator[None]:
-    """What `torch.compiler.is_compiling()` answers: model code that asks takes its traceable branch."""
-    previous = torch.compiler._is_compiling_flag
-    torch.compiler._is_compiling_flag = value
+    """What `torch.compiler.is_compiling()` answers; with True, model code that asks takes its traceable branch.
+
+    `is_fx_symbolic_tracing()` answers no: nobody gets to see proxies.
+    """
+    previous = torch.compiler._is_compiling_flag, fx_tracing._is_fx_tracing_flag
+    torch.compiler._is_compiling_flag, fx_tracing._is_fx_tracing_flag = value, False
     try:
         yield
     finally:
-        torch.compiler._is_compiling_flag = previous
+        torch.compiler._is_compiling_flag, fx_tracing._is_fx_tracing_flag = previous
 
 
 @contextlib.contextmanager
@@ -413,6 +402,11 @@ def own_parameters(module: torch.nn.Module) -> dict[str, torch.nn.Parameter | No
     return module._parameters
 
 
+def own_modules(module: torch.nn.Module) -> dict[str, torch.nn.Module | None]:
+    """The dict that holds a module's own submodules."""
+    return module._modules
+
+
 def own_buffers(module: torch.nn.Module) -> dict[str, torch.Tensor | None]:
     """The dict that holds a module's own buffers."""
     return module._buffers
@@ -454,6 +448,11 @@ def num_tensor_hooks(tensor: torch.Tensor) -> int:
 def num_hooks(owner: torch.nn.Module | Optimizer) -> tuple[int, ...]:
     """How many hooks of each kind a module or optimizer has; hooks are traced, so a new one needs a new capture."""
     return tuple([len(value) for name, value in vars(owner).items() if name.endswith("_hooks")])
+
+
+def num_hooks_ever() -> int:
+    """How many hooks have been registered in this process: the same number means that none was added anywhere."""
+    return torch.utils.hooks.RemovableHandle.next_id
 
 
 def mark_stepped(optimizer: Optimizer) -> None:

@@ -78,7 +78,7 @@ class ScriptError(WholestepError):
 
 
 class UsageError(WholestepError):
-    """The command line asks for something that is not there: a file, a function, a device or a link."""
+    """Something that was asked for is not there, or a file cannot be written where it was asked for."""
 
 
 class CheckpointError(WholestepError):

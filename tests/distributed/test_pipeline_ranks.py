@@ -368,7 +368,7 @@ def test_a_rank_that_dies_is_reported_as_gone(dying: int) -> None:
     assert "died with exit code -9" in failures.pop(dying)
     assert len(failures) == 3
     for text in failures.values():
-        assert f"PipelineError: rank {dying} is gone: " in text
+        assert f"RankError: rank {dying} is gone: " in text
 
 
 def die_before_shares(dying: int) -> None:
@@ -386,7 +386,7 @@ def die_before_shares(dying: int) -> None:
 def test_a_rank_that_dies_before_gradients_are_summed_is_reported_as_gone() -> None:
     with pytest.raises(RanksFailed) as caught:
         run_ranks(die_before_shares, 2, 1, timeout_s=30)
-    assert "PipelineError: rank 1 is gone: " in caught.value.failures[0]
+    assert "RankError: rank 1 is gone: " in caught.value.failures[0]
 
 
 def leave(rank: int, folder: str) -> None:

@@ -245,10 +245,11 @@ def test_settings_reach_the_step(monkeypatch: pytest.MonkeyPatch, tmp_path: Path
     options = step.options
     assert (options.verify, options.cache_size, options.recompile_warning) == (2, 3, 5)
     step(*world(), X, Y)
-    assert sorted(path.name for path in (tmp_path / "dumps").iterdir()) == [
+    assert sorted(path.name for path in (tmp_path / "dumps" / "mse_step-1").iterdir()) == [
         "01_cse.after.py",
         "01_cse.before.py",
         "01_cse.diff",
+        "step.py",
     ]
 
 

@@ -26,11 +26,13 @@ OPERATOR_NAMESPACES = ("torch.ops",)
 
 TORCH_FILE = "_torch.py"
 # What `torch.compile` is made of, and tensors without memory, have files of their own.
-TORCH_FILES = (TORCH_FILE, "_aot_torch.py", "_fake_torch.py", "_inductor_torch.py")
+_PRIVATE = ("_aot_torch", "_autograd_torch", "_bytecode_torch", "_fake_torch", "_inductor_torch", "_ranks_torch")
+_PRIVATE += ("_recording_torch",)
+TORCH_FILES = (TORCH_FILE, *(f"{name}.py" for name in _PRIVATE))
 SETTINGS_FILE = "_settings.py"
 
 # Modules beside the rooms that every room may import; they import no room themselves.
-GROUND = {"errors", "_torch", "_aot_torch", "_fake_torch", "_inductor_torch", "_version", "_logging", "_settings"}
+GROUND = {"errors", "_torch", *_PRIVATE, "_version", "_logging", "_settings", "_output"}
 # Below runtime options are passed in one by one: no room there reads settings or installs log handlers.
 SETTINGS = {"_logging", "_settings"}
 

@@ -34,7 +34,6 @@ KNOWN: dict[str, set[str]] = {
     "runtime/checkpoint/ranks.py": {"objects"},  # ranks trust each other
     "runtime/pipeline/clock.py": {"objects"},
     "runtime/pipeline/runs.py": {"objects"},
-    "runtime/pipeline/processes.py": {"objects"},
 }
 
 

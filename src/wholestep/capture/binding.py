@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -96,5 +97,29 @@ class Argument:
         return leaves[self.index]
 
 
-Binding = FixedTensor | BufferOf | StateOf | GradOf | GradOfArgument | LearningRate | Argument
+@dataclass(frozen=True, eq=False)
+class NumberOf:
+    """A Python number of this call, computed before the graph runs (see `capture.record.program`)."""
+
+    numbers: dict[str, Any]
+    name: str
+
+    def read(self, leaves: list[Any]) -> Any:
+        number = self.numbers[self.name]
+        return number if type(number) in (int, float) else number.item()
+
+
+@dataclass(frozen=True, eq=False)
+class AtPlace:
+    """A tensor that the step finds in one of the user's objects; another one may stand there at the next call."""
+
+    find: Callable[[], Any]
+
+    def read(self, leaves: list[Any]) -> Any:
+        return self.find()
+
+
+Binding = (
+    FixedTensor | BufferOf | StateOf | GradOf | GradOfArgument | LearningRate | Argument | NumberOf | AtPlace
+)
 Rebindable = StateOf | GradOf | GradOfArgument

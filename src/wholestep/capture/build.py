@@ -8,31 +8,38 @@ import torch
 from torch import fx
 
 from wholestep import _torch
-from wholestep.capture.binding import Binding, FixedTensor
+from wholestep.capture.binding import Binding, NumberOf
 from wholestep.capture.blank import is_blank
 from wholestep.capture.collect import Collected
+from wholestep.capture.questions import Asked
 from wholestep.capture.session import Lifted, Session
 from wholestep.errors import CaptureError
-from wholestep.graph import Phase, Slot, SlotKind, StepGraph, ops
+from wholestep.graph import InLayout, Phase, Slot, SlotKind, StepGraph, ops
 
 aten = torch.ops.aten
 
 _ORDER = {kind: index for index, kind in enumerate(SlotKind)}
 # Slots nobody reads or writes are dropped for these kinds; the others are the step's signature.
-_OPTIONAL = (SlotKind.STATE, SlotKind.GRAD, SlotKind.CONSTANT)
+_OPTIONAL = (SlotKind.STATE, SlotKind.GRAD, SlotKind.CONSTANT, SlotKind.NUMBER)
 
 
 def build_graph(
     module: fx.GraphModule, session: Session, collected: Collected, bindings: dict[str, Binding]
-) -> StepGraph:
-    """Turn the traced module into a verified, functional `StepGraph`; constants found on the way get a binding."""
+) -> tuple[StepGraph, Asked | None]:
+    """Turn the traced module into a verified, functional `StepGraph`; constants found on the way get a binding.
+
+    Values that the step has asked about are a graph of their own.
+    """
     graph = module.graph
     lifted = _lift_constants(module, session)
     for entry in lifted.values():
         if entry.slot.kind is SlotKind.CONSTANT:
-            bindings[entry.slot.id] = FixedTensor(entry.real)
+            bindings[entry.slot.id] = session.where_adopted(entry.real)
+        elif entry.slot.kind is SlotKind.NUMBER:
+            bindings[entry.slot.id] = NumberOf(session.numbers, entry.slot.name)
     _exchange_targets(graph)
     _set_output(graph, session, collected)
+    asked = session.questions.settled({name: entry.slot for name, entry in lifted.items()}, session.fake_mode)
     _drop_unused(graph, lifted)
     inputs = _order_inputs(graph, lifted)
     _finish_provenance(graph, session)
@@ -41,7 +48,7 @@ def build_graph(
     step_graph.eliminate_dead_code()
     step_graph.verify()
     _refuse_mixed_types(step_graph)
-    return step_graph
+    return step_graph, asked
 
 
 def _lift_constants(module: fx.GraphModule, session: Session) -> dict[str, Lifted]:
@@ -65,7 +72,9 @@ def _lift_constants(module: fx.GraphModule, session: Session) -> dict[str, Lifte
 def _exchange_targets(graph: fx.Graph) -> None:
     """Ops that would not do outside autograd and after functionalisation what eager's op does."""
     for node in graph.nodes:
-        if node.target is aten.bernoulli.p and not node.meta.get("out_of_place"):
+        if node.meta.get("in_layout"):
+            node.target = InLayout(ops.in_place_twin(node.target))
+        elif node.target is aten.bernoulli.p and not node.meta.get("out_of_place"):
             node.target = _torch.BERNOULLI_LIKE
         elif node.target is aten.mkldnn_rnn_layer.default:
             node.target = _torch.mkldnn_rnn_layer_in_training

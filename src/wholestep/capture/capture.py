@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -24,13 +24,17 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 from torch.optim import Optimizer
 
 from wholestep import _torch
-from wholestep.capture import binding, blank, build, discover, effects, source, swap, tree
+from wholestep.capture import binding, blank, build, discover, source, swap, tree
 from wholestep.capture.collect import Collected, collect
 from wholestep.capture.discover import Reachable
+from wholestep.capture.functional import Functional
 from wholestep.capture.interpose import interposed
 from wholestep.capture.layouts import new_fake_mode
 from wholestep.capture.optimizer_state import State, initial_state
-from wholestep.capture.output import OutputTemplate
+from wholestep.capture.questions import Asked, Questions
+from wholestep.capture.record import Missed, Program, Recorder, Recording, Template, Unsymbolic, listening
+from wholestep.capture.record.calls import choose
+from wholestep.capture.record.places import ARGUMENTS, Rooted, Step
 from wholestep.capture.session import Session
 from wholestep.capture.trail import Trail
 from wholestep.errors import CaptureError
@@ -46,13 +50,15 @@ class Capture:
     `bindings` says where each slot of the graph (and each result) lives; `any_incoming_grad` are parameters whose
     gradient before the call does not matter; `initial_state` is optimizer state the first run starts from; `stepped`
     are the optimizers whose `step()` the graph contains; `written` the ids of the slots it writes to; `trail` says
-    which ops each call of a module made and where `pipe_split()` stood. One that `is_blank` has tensors without memory
-    among its slots (`no_weights`) and cannot run.
+    which ops each call of a module made and where `pipe_split()` stood; `asked` are values that the step has looked
+    at; `recording` is the Python around the graph, which is checked and done again at each call. One that `is_blank`
+    has tensors without memory among its slots (`no_weights`) and cannot run.
     """
 
     graph: StepGraph
     found: Reachable
-    outputs: OutputTemplate
+    outputs: Template
+    recording: Recording
     bindings: dict[str, binding.Binding]
     any_incoming_grad: tuple[torch.Tensor, ...]
     initial_state: list[tuple[Optimizer, torch.Tensor, dict[str, Any]]]
@@ -63,6 +69,7 @@ class Capture:
     num_checkpoint_regions: int
     trail: Trail
     seconds: float
+    asked: Asked | None = None
     is_blank: bool = False
 
 
@@ -76,17 +83,31 @@ class _Call:
     found: Reachable
     dynamic_leaves: frozenset[int]
     zero_gradients: frozenset[str]
+    numbers: frozenset[tuple[Any, ...]]
+    answers: bool
     session: Session = field(init=False)
+    recorder: Recorder = field(init=False)
     bindings: dict[str, binding.Binding] = field(default_factory=dict)
     states: dict[str, State] = field(default_factory=dict)
     parameter_names: dict[int, str] = field(default_factory=dict)
-    changes: list[effects.Change] = field(default_factory=list)
     options: dict[str, list[Any]] = field(default_factory=dict)
+    lent_groups: dict[int, list[torch.Tensor]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
+        is_imagined = any(map(blank.is_blank, _tensors(self.found, self.args, self.kwargs)))
         self.session = Session(
-            new_fake_mode(), has_symbolic_sizes=bool(self.dynamic_leaves), zero_gradients=self.zero_gradients
+            new_fake_mode(is_imagined=is_imagined),
+            has_symbolic_sizes=bool(self.dynamic_leaves),
+            zero_gradients=self.zero_gradients,
+            optimizers={id(optimizer) for optimizer in self.found.optimizers.values()},
+            questions=Questions(is_answering=self.answers and not is_imagined),
         )
+        self.recorder = self.session.recorder = Recorder(self.numbers)
+
+    def again(self, found: Reachable, numbers: frozenset[tuple[Any, ...]]) -> _Call:
+        """The same capture from its start."""
+        given = (self.function, self.args, self.kwargs)
+        return _Call(*given, found, self.dynamic_leaves, self.zero_gradients, numbers, self.answers)
 
 
 def capture(
@@ -96,11 +117,16 @@ def capture(
     *,
     dynamic_leaves: frozenset[int] = frozenset(),
     zero_gradients: frozenset[str] = frozenset(),
+    numbers: frozenset[tuple[Any, ...]] = frozenset(),
+    answers: bool = False,
 ) -> Capture:
     """Capture one call of a train step; dimension 0 of the argument leaves in `dynamic_leaves` stays symbolic.
 
+    So do the Python numbers at the paths `numbers`, but for those that torch needs the value of.
+
     Parameters named in `zero_gradients` that this step leaves without a gradient get one of zeros, as if they had been
-    used with no effect on the loss.
+    used with no effect on the loss. With `answers`, the step may look at values that its arguments decide; whoever runs
+    the graph then has to check for each call that they are what they were (`Capture.asked`).
 
     Raises `CaptureError` with the user's file and line when the step cannot be captured as one graph.
     """
@@ -110,17 +136,17 @@ def capture(
     if dynamic_leaves:
         _refuse_recurrent(found)
     with blank.where_made(_tensors(found, args, kwargs)):
-        call, module, result = _trace(_Call(function, args, kwargs, found, dynamic_leaves, zero_gradients))
-        if call.changes:
-            call, module, result = _trace_settled(call)
-    effects.refuse_outer_changes(found, discover.location_of(function))
-    graph = build.build_graph(module, call.session, result, call.bindings)
+        call, module, result = _trace_until_complete(
+            _Call(function, args, kwargs, found, dynamic_leaves, zero_gradients, numbers, answers)
+        )
+    graph, asked = build.build_graph(module, call.session, result, call.bindings)
     indifferent = _indifferent_parameters(call)
     graph.accumulating = _accumulating(call, indifferent)
     return Capture(
         graph=graph,
-        found=found,
+        found=call.found,
         outputs=result.outputs,
+        recording=_recording(call, result, graph),
         bindings=call.bindings,
         any_incoming_grad=indifferent,
         initial_state=_state_to_install(call),
@@ -130,6 +156,7 @@ def capture(
         dynamic_leaves=dynamic_leaves,
         num_checkpoint_regions=call.session.num_checkpoint_regions,
         trail=call.session.trail.settled(graph.calls()),
+        asked=asked,
         seconds=time.perf_counter() - started,
         is_blank=any(blank.is_blank(lifted.real) for lifted in call.session.lifted.values()),
     )
@@ -174,51 +201,69 @@ def _trace(call: _Call) -> tuple[_Call, fx.GraphModule, Collected]:
     return call, module, collected[0]
 
 
-def _trace_settled(call: _Call) -> tuple[_Call, fx.GraphModule, Collected]:
-    """Trace again with the numbers that the first trace left on modules, which must now stay as they are."""
-    kept = [(module, name, vars(module).get(name)) for module, name, _ in call.changes]
-    try:
-        for module, name, value in call.changes:
-            setattr(module, name, value)
-        again = _trace(
-            _Call(call.function, call.args, call.kwargs, call.found, call.dynamic_leaves, call.zero_gradients)
-        )
-        effects.refuse_counters(again[0].changes, call.found, discover.location_of(call.function))
-    except BaseException:
-        for module, name, value in kept:
-            setattr(module, name, value)
-        raise
-    return again
+def _trace_until_complete(call: _Call) -> tuple[_Call, fx.GraphModule, Collected]:
+    """Trace again as long as a trace meets models that were not known, or numbers that cannot be symbolic."""
+    while True:
+        try:
+            return _trace(call)
+        except Missed as missed:
+            call = call.again(discover.with_module(call.found, missed.module), call.numbers)
+        except Unsymbolic as error:
+            call = call.again(call.found, call.numbers - error.paths)
+
+
+def _recording(call: _Call, result: Collected, graph: StepGraph) -> Recording:
+    """The Python around a graph; what the graph has taken out of it are its inputs."""
+    recorder = call.recorder
+    slots = {lifted.slot.id for lifted in call.session.lifted.values() if lifted.slot.kind is SlotKind.NUMBER}
+    needed = [*recorder.needed, *(slot_id.removeprefix(f"{SlotKind.NUMBER}.") for slot_id in slots)]
+    program = Program(recorder.ledger, needed, tuple(recorder.generators))
+    return Recording(tuple(recorder.roots), program, result.effects, call.numbers, call.session.numbers)
 
 
 def _traced_run(call: _Call, collected: list[Collected]) -> list[Any]:
     """What `make_fx` traces: lift, run the user's function, collect. Returns the values of the output node."""
     session = call.session
     session.tracer = _torch.current_tracer()
-    with _torch.FunctionalTensorMode(), contextlib.ExitStack() as stack:
+    with Functional(session), contextlib.ExitStack() as stack:
         for name, module in call.found.modules.items():
             _lift_module(call, call.found.prefix_of(name), module)
         for name, optimizer in call.found.optimizers.items():
             _lift_loose_parameters(call, name, optimizer)
         args, kwargs = _lift_arguments(call)
         _lift_gradients(call)
-        attributes = [
+        for module in call.found.modules.values():
             stack.enter_context(swap.lent_module(module, lambda real: session.twins[id(real)]))
-            for module in call.found.modules.values()
-        ]
         for name, optimizer in call.found.optimizers.items():
             stack.enter_context(_lent_optimizer(call, name, optimizer))
-        with interposed(session, _module_names(call.found)):
-            returned = call.function(*args, **kwargs)
+        _introduce(call, args, kwargs)
+        stack.enter_context(call.recorder.placed_numbers())
+        stack.callback(call.recorder.restore)
+        with interposed(session, _module_names(call.found)), listening(call.recorder):
+            function = choose(call.recorder, call.function, args, kwargs)
+            returned = function(*args, **kwargs)
             session.annotate()
         result = collect(session, call.found, call.bindings, returned)
         _refuse_option_changes(call)
-        effects.refuse_mode_changes(call.found, attributes)
-        slots = {id(lifted.twin) for lifted in session.lifted.values()}
-        for module, before in zip(call.found.modules.values(), attributes, strict=True):
-            call.changes += effects.module_changes(module, before, slots)
         collected.append(result)
         return result.values
+
+
+def _introduce(call: _Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Tell the recorder who takes part: models and optimizers, whose attributes it watches, and the arguments."""
+    recorder = call.recorder
+    recorder.symbol_of = recorder.ledger.symbol_of = call.session.symbol
+    for name, root in call.found.modules.items():
+        for path, module in root.named_modules():
+            recorder.add_module(module, f"{name}.{path}" if path else name)
+    for name, optimizer in call.found.optimizers.items():
+        recorder.add_optimizer(optimizer, name)
+    for lifted in call.session.lifted.values():
+        if isinstance(lifted.real, torch.Tensor):
+            for hook in _torch.tensor_hooks(lifted.real):
+                recorder.add_hook(hook)
+    recorder.give(args, kwargs)
+    recorder.add_function(call.function)
 
 
 def _lift_module(call: _Call, prefix: str, module: nn.Module) -> None:
@@ -254,10 +299,11 @@ def _lift_arguments(call: _Call) -> tuple[tuple[Any, ...], dict[str, Any]]:
     values = [*call.args, *call.kwargs.values()]
     paths = [path for name, value in zip(names, values, strict=True) for path in tree.paths(value, name)]
     leaves, _ = tree.flatten((call.args, call.kwargs))
+    ways = argument_paths(call.args, call.kwargs)
     twins: list[Any] = []
     for index, (path, leaf) in enumerate(zip(paths, leaves, strict=True)):
         if not isinstance(leaf, torch.Tensor):
-            twins.append(leaf)
+            twins.append(call.recorder.argument(ways[index], leaf))
             continue
         if leaf.grad_fn is not None:
             raise CaptureError(
@@ -268,6 +314,22 @@ def _lift_arguments(call: _Call) -> tuple[tuple[Any, ...], dict[str, Any]]:
         twins.append(_lift(call, leaf, Slot(SlotKind.BATCH, path), binding.Argument(index), dynamic_dims))
     following = iter(twins)
     return tree.map_leaves(lambda _: next(following), (call.args, call.kwargs))
+
+
+def argument_paths(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[tuple[Any, ...]]:
+    """The way to each leaf of the arguments, as the recording spells it."""
+
+    def ways(value: Any, path: tuple[Any, ...]) -> Iterator[tuple[Any, ...]]:
+        parts = tree.opened(value)
+        if parts is None:
+            yield path
+            return
+        step = Step.ITEM if isinstance(value, (list, tuple, Mapping)) else Step.ATTRIBUTE
+        for key, child in zip(*parts, strict=True):
+            yield from ways(child, (*path, (step, key)))
+
+    root = Rooted(ARGUMENTS)
+    return [*ways(args, (root, (Step.ATTRIBUTE, "args"))), *ways(kwargs, (root, (Step.ATTRIBUTE, "kwargs")))]
 
 
 def _lift_gradients(call: _Call) -> None:
@@ -285,7 +347,8 @@ def _lift_gradients(call: _Call) -> None:
         slot = Slot(SlotKind.GRAD, lifted.slot.name)
         call.bindings[slot.id] = grad_binding
         if lifted.real.grad is not None:
-            lifted.twin.grad = call.session.lift(lifted.real.grad, slot)
+            is_dynamic = isinstance(where, binding.Argument) and where.index in call.dynamic_leaves
+            lifted.twin.grad = call.session.lift(lifted.real.grad, slot, (0,) if is_dynamic else ())
 
 
 def _lent_optimizer(call: _Call, name: str, optimizer: Optimizer) -> contextlib.AbstractContextManager[None]:
@@ -305,7 +368,8 @@ def _lent_optimizer(call: _Call, name: str, optimizer: Optimizer) -> contextlib.
     def twin_of(parameter: torch.Tensor) -> torch.Tensor:
         return call.session.twins[id(parameter)]
 
-    return swap.lent_optimizer(optimizer, call.states[name], twin_of, lift_state, lift_rate)
+    wrappers = call.found.wrappers.get(name, [])
+    return swap.lent_optimizer(optimizer, call.states[name], twin_of, lift_state, lift_rate, call.lent_groups, wrappers)
 
 
 def _options(optimizer: Optimizer) -> list[Any]:

@@ -8,9 +8,10 @@ from typing import Any
 import torch
 
 from wholestep import _torch
-from wholestep.capture import binding, tree
+from wholestep.capture import binding
 from wholestep.capture.discover import Reachable
-from wholestep.capture.output import Computed, FromSlot, Known, OutputTemplate
+from wholestep.capture.record.effects import Effects, find_effects
+from wholestep.capture.record.templates import Template, Templates
 from wholestep.capture.session import Lifted, Session
 from wholestep.errors import CaptureError
 from wholestep.graph import Slot, SlotKind
@@ -22,11 +23,12 @@ _SYMBOLIC = (torch.SymInt, torch.SymFloat, torch.SymBool)
 class Collected:
     """Values for the output node, and which of them is what.
 
-    `values[:num_outputs]` are the user's; each entry of `updates` and `results` maps a slot id to a position in
-    `values`, each entry of `constants` a slot id to a plain Python value.
+    `values[:num_outputs]` are the user's, returned or kept in their objects; each entry of `updates` and `results` maps a
+    slot id to a position in `values`, each entry of `constants` a slot id to a plain Python value.
     """
 
-    outputs: OutputTemplate
+    outputs: Template
+    effects: Effects
     values: list[Any]
     num_outputs: int
     updates: dict[str, int] = field(default_factory=dict)
@@ -55,18 +57,31 @@ def _collect_outputs(session: Session, bindings: dict[str, binding.Binding], ret
     values: list[Any] = []
     slots = {id(lifted.twin): lifted for lifted in session.lifted.values()}
 
-    def template(leaf: Any) -> Computed | FromSlot | Known:
-        if id(leaf) in slots:
-            lifted = slots[id(leaf)]
-            return FromSlot(bindings.get(lifted.slot.id) or binding.FixedTensor(lifted.real))
-        if isinstance(leaf, _SYMBOLIC) or _torch.is_traced(leaf):
-            position = next((index for index, value in enumerate(values) if value is leaf), len(values))
-            values[position:] = values[position:] or [leaf]
-            return Computed(position)
-        return Known(leaf)
+    def slot_of(value: Any) -> binding.Binding | None:
+        lifted = slots.get(id(value))
+        return None if lifted is None else bindings.get(lifted.slot.id) or binding.FixedTensor(lifted.real)
 
-    outputs = OutputTemplate(tree.map_leaves(template, returned))
-    result = Collected(outputs, [], len(values))
+    def computed(value: Any) -> int:
+        position = next((index for index, other in enumerate(values) if other is value), len(values))
+        values[position:] = values[position:] or [value]
+        return position
+
+    memories = {
+        _torch.storage_key(lifted.twin): lifted
+        for lifted in session.lifted.values()
+        if isinstance(lifted.twin, torch.Tensor)
+    }
+
+    def base_of(view: torch.Tensor) -> binding.Binding | None:
+        lifted = memories.get(_torch.storage_key(view))
+        return None if lifted is None else slot_of(lifted.twin)
+
+    recorder = session.recorder
+    templates = Templates(recorder.place_of, slot_of, base_of, computed)
+    outputs = templates.of(returned, "the step returns")
+    effects = find_effects(recorder.kept.values(), recorder.outputs, recorder.place_of, templates)
+    recorder.needed = templates.numbers
+    result = Collected(outputs, effects, [], len(values))
     for value in values:
         result.add(value)
     return result

@@ -11,7 +11,7 @@ import functools
 import inspect
 import sys
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import CellType, CodeType, FunctionType, MethodType, ModuleType
 from typing import Any
 
@@ -21,6 +21,8 @@ from torch.optim import Optimizer
 
 from wholestep import _torch
 from wholestep.capture import tree
+from wholestep.capture.record.numbers import value_of
+from wholestep.capture.wrapped_optimizers import inner_optimizers
 from wholestep.errors import CaptureError
 
 _MAX_DEPTH = 4
@@ -85,6 +87,8 @@ class Reachable:
     modules: dict[str, nn.Module]
     optimizers: dict[str, Optimizer]
     free_values: dict[str, FreeValue]
+    wrappers: dict[str, list[Optimizer]] = field(default_factory=dict[str, list[Optimizer]])
+    """By the name of an optimizer: others that stand for it, with its parameter groups and its state."""
 
     def prefix_of(self, name: str) -> str:
         """The prefix of a module's FQNs: none for a step with one model."""
@@ -93,6 +97,7 @@ class Reachable:
 
 def fingerprint(value: Any, depth: int = 3) -> Any:
     """A comparable picture of a value: numbers and text as they are, containers item by item, the rest by identity."""
+    value = value_of(value)
     if isinstance(value, _SCALARS):
         return (type(value), value)
     if depth and isinstance(value, (list, tuple)):
@@ -132,7 +137,16 @@ def reachable(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[
             location=location_of(function),
             advice="Pass the model as an argument of the train step",
         )
-    return Reachable(modules, optimizers, free_values)
+    optimizers, wrappers = inner_optimizers(optimizers)
+    return Reachable(modules, optimizers, free_values, wrappers)
+
+
+def with_module(found: Reachable, module: nn.Module) -> Reachable:
+    """The same with one more model; those inside it are not listed again."""
+    inner = {id(child) for child in module.modules()}
+    modules = {name: other for name, other in found.modules.items() if id(other) not in inner}
+    name = f"model{len(found.modules)}"
+    return replace(found, modules={**modules, name: module})
 
 
 def location_of(function: Callable[..., Any]) -> str | None:

@@ -24,8 +24,9 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.overrides import TorchFunctionMode
 
-from wholestep import _torch
+from wholestep import _autograd_torch, _torch
 from wholestep.capture import fused, source
+from wholestep.capture.record import Number
 from wholestep.capture.session import Session
 from wholestep.capture.trail import listening
 from wholestep.errors import CaptureError
@@ -44,10 +45,8 @@ _READS_A_VALUE = {
     torch.Tensor.__repr__: "printing a tensor",
     torch.is_nonzero: "torch.is_nonzero()",
 }
-_VALUE_ADVICE = (
-    "A captured step cannot look at values while it runs: return the tensor and read it after the call, "
-    "or use torch.where / torch.clamp instead of Python branches"
-)
+# More than a number: an array, or text.
+_SHOWS_A_VALUE = (torch.Tensor.numpy, torch.Tensor.__format__, torch.Tensor.__repr__)
 _NO_SYMBOLIC_KERNEL = (F.pad, torch.constant_pad_nd, F.linear)
 _OUT_OF_PLACE = (torch.bernoulli, torch.Tensor.bernoulli)
 _READS_BY_NAME = {"__bool__": _READS_A_VALUE[torch.Tensor.__bool__], "tolist": ".tolist()"}
@@ -68,32 +67,50 @@ class Interposer(TorchFunctionMode):
         session = self.session
         line = source.current_line()
         session.annotate()
-        if func in _READS_A_VALUE and session.phase is not Phase.OPTIMIZER and not _is_known_constant(args[0]):
+        if func in _READS_A_VALUE and session.phase is not Phase.OPTIMIZER and not _is_known(session, func, args[0]):
             raise CaptureError(
                 f"{_what_reads(func)} needs a value that is only known when the step runs",
                 location=source.current_location(),
-                advice=_VALUE_ADVICE,
+                advice=source.VALUE_ADVICE,
             )
         _refuse_generators(args, kwargs)
+        numbers = [value for value in (*args, *(kwargs or {}).values()) if type(value) is Number]
         args = self._with_twins(args)
         kwargs = cast(dict[str, Any], self._with_twins(kwargs or {}))
         if func == _GRAD_GET:
             session.note_grad_read(args[0])
-        result = self._call(func, args, kwargs)
+        result = self._call(func, args, kwargs) if not numbers else self._call_with_numbers(func, args, kwargs, numbers)
         session.annotate(line, out_of_place=func in _OUT_OF_PLACE)
         return result
 
+    def _call_with_numbers(
+        self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], numbers: list[Any]
+    ) -> Any:
+        """A call with Python numbers that may change; if torch must know one, the step is traced again with it."""
+        with self.session.recorder.symbolic(numbers):
+            return self._call(func, args, kwargs)
+
     def _call(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if func in fused.FUNCTIONS:
-            return fused.call(func, args, kwargs)
+            return fused.call(self.session, func, args, kwargs)
+        if func is torch.autograd.grad:
+            outputs = args[0] if args else kwargs["outputs"]
+            outputs = [outputs] if isinstance(outputs, torch.Tensor) else outputs
+            _autograd_torch.use_derivatives_of_eager([output.grad_fn for output in outputs])
         if func == _DATA_SET:  # each look-up makes a new wrapper object
             return _assign_data(*args)
         if self.session.has_symbolic_sizes and func in _NO_SYMBOLIC_KERNEL:
             return _torch.call_with_symbolic_sizes(func, args, kwargs)
-        return func(*args, **kwargs)
+        self.session.fake_mode.draws_out_of_place = func in _OUT_OF_PLACE
+        try:
+            return func(*args, **kwargs)
+        finally:
+            self.session.fake_mode.draws_out_of_place = False
 
     def _with_twins(self, value: Any) -> Any:
         """`value` with every real tensor in it exchanged for its traced twin."""
+        if type(value) is Number:
+            return self.session.symbol(value)
         if isinstance(value, torch.Tensor):
             return value if _torch.is_traced(value) else self.session.adopt(value)
         if isinstance(value, tuple) and type(value) is tuple:
@@ -110,10 +127,15 @@ def _what_reads(func: Callable[..., Any]) -> str:
     frame = inspect.currentframe()
     while frame is not None and not source.is_user_file(frame.f_code.co_filename):
         asked = _READS_BY_NAME.get(frame.f_code.co_name)
-        if asked is not None and frame.f_code.co_filename.startswith(_torch.TORCH_ROOT):
+        if asked is not None:
             return asked
         frame = frame.f_back
     return _READS_A_VALUE[func]
+
+
+def tolist(tensor: torch.Tensor) -> Any:
+    """`tensor.tolist()` by questions that can be recorded; torch's own for traced tensors looks past the trace."""
+    return tensor.item() if tensor.dim() == 0 else [tolist(item) for item in tensor.unbind()]
 
 
 def _refuse_generators(args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> None:
@@ -137,8 +159,11 @@ def _assign_data(tensor: torch.Tensor, value: torch.Tensor) -> None:
         tensor.copy_(value)
 
 
-def _is_known_constant(value: Any) -> bool:
-    return isinstance(value, torch.Tensor) and _torch.is_constant(value)
+def _is_known(session: Session, func: Callable[..., Any], value: Any) -> bool:
+    """Whether a value can be looked at: a constant's, or one that the arguments of the call decide."""
+    if not isinstance(value, torch.Tensor):
+        return False
+    return _torch.is_constant(value) or (func not in _SHOWS_A_VALUE and session.can_answer(value))
 
 
 @contextlib.contextmanager
@@ -146,7 +171,7 @@ def interposed(session: Session, module_names: dict[int, str]) -> Generator[None
     """All hooks and stand-ins that a trace needs, for its duration."""
     with (
         listening(session),
-        _torch.compiling_flag(True),
+        _torch.compiling_flag(not session.questions.is_answering),
         _torch.transparent_checkpoints(session.in_checkpoint_region),
         mock.patch.object(torch.autograd, "backward", _traced_backward(session)),
         mock.patch.object(Optimizer, "zero_grad", _traced_zero_grad(session, Optimizer.zero_grad)),
@@ -155,6 +180,7 @@ def interposed(session: Session, module_names: dict[int, str]) -> Generator[None
         mock.patch.object(ReduceLROnPlateau, "step", _refuse_scheduler),
         mock.patch.object(saved_tensors_hooks, "__enter__", _enter_saved_tensors_hooks),
         mock.patch.object(saved_tensors_hooks, "__exit__", return_value=None),
+        mock.patch.object(_torch.FunctionalTensor, "tolist", tolist),
         mock.patch.object(record_function, "__enter__", return_value=None),
         mock.patch.object(record_function, "__exit__", return_value=None),
         contextlib.ExitStack() as stack,
@@ -174,11 +200,12 @@ def _traced_backward(session: Session) -> Callable[..., None]:
 
     def backward(tensors: torch.Tensor | Sequence[torch.Tensor], *args: Any, **kwargs: Any) -> None:
         roots = [tensor.grad_fn for tensor in ([tensors] if isinstance(tensors, torch.Tensor) else tensors)]
-        for leaf in _torch.accumulate_grad_variables(roots):
+        for leaf in _autograd_torch.accumulate_grad_variables(roots):
             if not _torch.is_traced(leaf):
                 session.adopt(leaf)
         session.freeze_incoming_gradients()
-        _torch.link_backward([root for root in roots if root is not None])
+        _autograd_torch.use_derivatives_of_eager(roots)
+        _autograd_torch.link_backward([root for root in roots if root is not None])
         with session.in_phase(Phase.BACKWARD):
             original(tensors, *args, **kwargs)
         session.note_gradients()
@@ -235,7 +262,7 @@ def _as_forward(session: Session, optimizer: Optimizer, closure: Callable[[], An
     """The closure of `optimizer.step(closure)`: it is the forward and backward of the step."""
 
     def run() -> Any:
-        with session.in_phase(Phase.FORWARD), _torch.compiling_flag(True):
+        with session.in_phase(Phase.FORWARD), _torch.compiling_flag(not session.questions.is_answering):
             result = closure()
         session.note_optimizer_step(optimizer)
         return result

@@ -1,93 +1,171 @@
 """Fake tensors that promise the strides real kernels have.
 
-Tracing decides from strides which reshape is a view and which gradient needs a copy, and dropout fills memory in its
-order. A few fake kernels are wrong about them; this is the correction.
+Tracing decides from strides which reshape is a view and which gradient needs a copy, dropout fills memory in its order,
+and kernels choose their memory format by them: those of dimensions of size 1 included, which say nothing about where
+elements lie and still tell a 1x1 image in channels_last from one that is not. Torch's fake kernels are often written
+anew in Python, and wrong about some of that; this is the correction.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
-from collections.abc import Iterator
+from collections.abc import Generator, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
 
 from wholestep import _torch
+from wholestep.graph import ops
 
-# Operators (by the start of their name) whose fake kernel may promise other strides than the real one gives when an
-# input is not contiguous.
-_UNCERTAIN_LAYOUT = (
-    "native_batch_norm",
-    "_native_batch_norm",
-    "native_group_norm",
-    "native_layer_norm",
-    "_log_softmax",
-    "_softmax",
-    "rrelu_with_noise",
-    "max_pool",
-    "avg_pool",
-    "adaptive_",
-    "upsample_",
-    "reflection_pad",
-    "replication_pad",
-    "grid_sampler",
-    "glu",
-    "cumsum",
-    "cumprod",
-)
+# Kernels are asked on zeros; for a step that is only looked at, no larger ones than this are made.
+_MAX_IMAGINED_BYTES = 2**26
 
 
 class TrueLayouts(_torch.FakeTensorMode):
     """Fake tensors with the strides that real kernels give.
 
-    Which reshape is a view and which gradient needs a copy is decided while tracing, from strides. Where a fake kernel
-    is not to be trusted with them, the real one is run once on zeros of the same geometry.
+    Where all tensors of a call lie in memory in the order of their dimensions, fake kernels are right. Anywhere else
+    the real kernel is run once on zeros of the same geometry; with `max_bytes`, not on more than that.
+    `x.bernoulli_()` keeps the layout of `x`, though functionalisation turns it into an operator that would not: unless
+    it was the user who called that one (`draws_out_of_place`).
     """
 
-    def __init__(self, **options: Any) -> None:
+    def __init__(self, max_bytes: int | None = None, **options: Any) -> None:
         super().__init__(**options)
+        self._max_bytes = max_bytes
         self._known: dict[Any, list[tuple[int, ...]]] = {}
+        self.draws_out_of_place = False
+        self.has_kept_layout = False
+        self._overwritten: tuple[Any, torch.Tensor] | None = None
+
+    @contextlib.contextmanager
+    def in_place(self, func: Any, tensor: torch.Tensor) -> Generator[None]:
+        """An in-place operator on `tensor` is traced inside: the function it becomes keeps the layout of the tensor.
+
+        `has_kept_layout` tells whether that took a correction.
+        """
+        self.has_kept_layout, self._overwritten = False, (func, tensor)
+        try:
+            yield
+        finally:
+            self._overwritten = None
 
     def dispatch(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten.bernoulli.p and not self.draws_out_of_place:
+            func = _torch.BERNOULLI_LIKE
         result = super().dispatch(func, types, args, kwargs)
-        if not _is_uncertain(func) or all(tensor.is_contiguous() for tensor in _tensors((args, kwargs or {}))):
+        tensors = list(_tensors((args, kwargs or {}, result))) if _chooses_layout(func) else []
+        if all(map(_is_plain, tensors)) or not all(tensor.layout is torch.strided for tensor in tensors):
             return result
+        result = self._as_kernels_do(func, args, kwargs or {}, result)
+        return self._as_overwritten(func, args, result)
+
+    def _as_kernels_do(self, func: Any, args: Any, kwargs: Any, result: Any) -> Any:
         tensors = list(_tensors(result))
-        true = {
-            id(fake): strides for fake, strides in zip(tensors, self._strides(func, args, kwargs or {}), strict=False)
-        }
+        true = {id(fake): strides for fake, strides in zip(tensors, self._strides(func, args, kwargs), strict=False)}
         return _torch.tree_map_only(torch.Tensor, lambda fake: self._corrected(fake, true.get(id(fake))), result)
+
+    def _as_overwritten(self, func: Any, args: Any, result: Any) -> Any:
+        """The result of the function that an in-place operator becomes, in the layout of what it overwrites."""
+        if self._overwritten is None or not isinstance(result, torch.Tensor) or not result.is_floating_point():
+            return result
+        in_place, tensor = self._overwritten
+        if ops.in_place_twin(func) is not in_place or not isinstance(args[0], torch.Tensor):
+            return result
+        strides = _hints(tensor.stride())
+        if strides == _hints(result.stride()) or strides != _hints(args[0].stride()) or result.dtype != tensor.dtype:
+            return result
+        self.has_kept_layout = True
+        with self:
+            return torch.empty_strided(result.shape, args[0].stride(), dtype=result.dtype, device=result.device)
 
     def _strides(self, func: Any, args: Any, kwargs: Any) -> list[tuple[int, ...]]:
         """Strides of the real results; computed once for each geometry of the inputs."""
         key = (func, *map(str, _torch.tree_leaves((_geometry_of((args, kwargs)),))))
         if key not in self._known:
-            with _torch.real_kernels():
-                real_args, real_kwargs = _torch.tree_map_only(torch.Tensor, _zeros_like_fake, (args, kwargs))
-                try:
-                    results = list(_tensors(func(*real_args, **real_kwargs)))
-                except RuntimeError:  # another fake kernel was wrong about a dtype; the first run checks layouts again
-                    results = []
-                self._known[key] = [tensor.stride() for tensor in results]
+            self._known[key] = self._real_strides(func, args, kwargs)
         return self._known[key]
 
+    def _real_strides(self, func: Any, args: Any, kwargs: Any) -> list[tuple[int, ...]]:
+        inputs = list(_tensors((args, kwargs)))
+        # Kernels leave notes for their backward in bytes (recurrent layers do), and trust what they read there.
+        has_notes = any(tensor.dtype is torch.uint8 for tensor in inputs)
+        if has_notes or (self._max_bytes is not None and sum(map(_num_bytes, inputs)) > self._max_bytes):
+            return []
+        devices = {tensor.device for tensor in inputs if tensor.device.type == "cuda"}
+        draws = torch.Tag.nondeterministic_seeded in _torch.tags(func)
+        with _torch.real_kernels(), torch.random.fork_rng(devices=devices if draws else []):
+            try:
+                real_args, real_kwargs = _torch.tree_map_only((torch.Tensor, torch.SymInt), _real, (args, kwargs))
+                return [tensor.stride() for tensor in _tensors(func(*real_args, **real_kwargs))]
+            except (RuntimeError, IndexError, NotImplementedError):
+                # Zeros will not do (a singular matrix, an index into nothing), there is not enough memory, or another
+                # fake kernel was wrong about a dtype. The first run checks layouts again.
+                return []
+
     def _corrected(self, fake: torch.Tensor, strides: tuple[int, ...] | None) -> torch.Tensor:
-        hints = tuple(_torch.optimization_hint(stride) for stride in fake.stride())
-        if strides is None or len(strides) != fake.dim() or hints == strides:
+        sizes = _hints(fake.shape)
+        if strides is None or len(strides) != fake.dim() or _hints(fake.stride()) == strides or 0 in sizes:
             return fake
-        sizes = tuple(_torch.optimization_hint(size) for size in fake.shape)
-        contiguous = torch.empty(sizes, device="meta").stride()
         with self:
-            if strides == contiguous:
-                return torch.empty(fake.shape, dtype=fake.dtype, device=fake.device)
-            if sizes == tuple(fake.shape):
+            if not any(isinstance(size, torch.SymInt) for size in fake.shape):  # comparing them would pin them
                 return torch.empty_strided(sizes, strides, dtype=fake.dtype, device=fake.device)
-        return fake
+            order = memory_order(strides)
+            if dense_strides(sizes, order) != strides:
+                return fake
+            inverse = [order.index(dim) for dim in range(len(order))]
+            lying = torch.empty([fake.shape[dim] for dim in order], dtype=fake.dtype, device=fake.device)
+            return lying.permute(inverse)
+
+
+def memory_order(strides: Iterable[Any]) -> tuple[int, ...]:
+    """Dimensions as they lie in memory, outermost first."""
+    hints = _hints(strides)
+    return tuple(sorted(range(len(hints)), key=lambda dim: -hints[dim]))
+
+
+def dense_strides(shape: Sequence[int], order: Sequence[int]) -> tuple[int, ...]:
+    """Strides of a tensor without gaps whose dimensions lie in memory in this order, outermost first."""
+    strides, stride = [1] * len(shape), 1
+    for dim in reversed(order):
+        strides[dim] = stride
+        stride *= max(shape[dim], 1)
+    return tuple(strides)
 
 
 @functools.cache
-def _is_uncertain(func: Any) -> bool:
-    return _torch.namespace(func) == "aten" and _torch.packet_name(func).startswith(_UNCERTAIN_LAYOUT)
+def _chooses_layout(func: Any) -> bool:
+    """Whether an operator decides how its results lie in memory.
+
+    Views and in-place operators do not; those that return lists (fused and foreach updates) follow their inputs.
+    """
+    if _torch.namespace(func) != "aten" or func.is_view:
+        return False
+    schema = _torch.schema(func)
+    return not any(map(_torch.is_written, schema.arguments)) and all(
+        str(returned.type) == "Tensor" for returned in schema.returns
+    )
+
+
+@functools.cache
+def _plain_strides(sizes: tuple[int, ...]) -> tuple[int, ...]:
+    return dense_strides(sizes, range(len(sizes)))
+
+
+def _is_plain(tensor: torch.Tensor) -> bool:
+    """Whether a tensor has the very strides of a fresh one of its shape."""
+    if tensor.layout is not torch.strided:
+        return False
+    return _hints(tensor.stride()) == _plain_strides(_hints(tensor.shape))
+
+
+def _hints(sizes: Iterable[Any]) -> tuple[int, ...]:
+    return tuple([_torch.optimization_hint(size) for size in sizes])
+
+
+def _num_bytes(fake: torch.Tensor) -> int:
+    return _torch.optimization_hint(fake.numel()) * fake.element_size()
 
 
 def _tensors(value: Any) -> Iterator[torch.Tensor]:
@@ -95,21 +173,26 @@ def _tensors(value: Any) -> Iterator[torch.Tensor]:
 
 
 def _geometry_of(value: Any) -> Any:
-    describe = lambda t: (*map(_torch.optimization_hint, (*t.shape, *t.stride())), t.dtype, t.device)  # noqa: E731
+    describe = lambda t: (*_hints((*t.shape, *t.stride())), t.dtype, t.device)  # noqa: E731
     return _torch.tree_map_only(torch.Tensor, describe, value)
 
 
-def _zeros_like_fake(fake: torch.Tensor) -> torch.Tensor:
-    sizes, strides = ([_torch.optimization_hint(size) for size in sizes] for sizes in (fake.shape, fake.stride()))
+def _real(fake: torch.Tensor | torch.SymInt) -> torch.Tensor | int:
+    """Zeros in place of a fake tensor, the number itself in place of a symbolic one (which a kernel would pin)."""
+    if not isinstance(fake, torch.Tensor):
+        return _torch.optimization_hint(fake)
+    sizes, strides = _hints(fake.shape), _hints(fake.stride())
     return torch.empty_strided(sizes, strides, dtype=fake.dtype, device=fake.device).zero_()
 
 
-def new_fake_mode() -> TrueLayouts:
+def new_fake_mode(*, is_imagined: bool = True) -> TrueLayouts:
     """A fake mode with symbolic shapes; real tensors it meets (constants made inside the step) are faked on the fly.
 
     `capture_scalar_outputs` is what lets the optimizer's `step.item()` become a symbolic number instead of an error.
+    With `is_imagined`, no real step will ever run with such tensors: kernels are asked about small ones only.
     """
     return TrueLayouts(
+        max_bytes=_MAX_IMAGINED_BYTES if is_imagined else None,
         shape_env=_torch.ShapeEnv(allow_scalar_outputs=True, allow_dynamic_output_shape_ops=False),
         allow_non_fake_inputs=True,
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import re
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, field
@@ -14,7 +15,11 @@ from torch.optim import Optimizer
 from torch.utils.checkpoint import CheckpointPolicy, SelectiveCheckpointContext
 
 from wholestep import _torch
-from wholestep.capture import blank, source
+from wholestep.capture import binding, blank, source
+from wholestep.capture.questions import Questions
+from wholestep.capture.record.numbers import Number, name_of, value_of
+from wholestep.capture.record.places import ARGUMENTS, find
+from wholestep.capture.record.recorder import Recorder
 from wholestep.capture.trail import TrailNotes
 from wholestep.errors import CaptureError
 from wholestep.graph import Phase, Slot, SlotKind, map_nodes, ops
@@ -42,12 +47,16 @@ class Session:
 
     fake_mode: Any
     has_symbolic_sizes: bool = False
+    recorder: Recorder = field(default_factory=Recorder)
+    numbers: dict[str, Any] = field(default_factory=dict[str, Any])
+    """The numbers of the call that is running, by name; filled before the graph runs."""
     tracer: Any = None
     phase: Phase = Phase.FORWARD
     lifted: dict[str, Lifted] = field(default_factory=dict)
     twins: dict[int, torch.Tensor] = field(default_factory=dict)
     module_stack: list[str] = field(default_factory=list)
     trail: TrailNotes = field(default_factory=TrailNotes)
+    questions: Questions = field(default_factory=Questions)
     checkpoint_region: int | None = None
     num_checkpoint_regions: int = 0
     gradients: dict[str, fx.Node] = field(default_factory=dict)
@@ -57,6 +66,8 @@ class Session:
     """Parameters that get a gradient of zeros where the backward leaves none (other ranks have one)."""
     buffer_slots: dict[tuple[int, str], str] = field(default_factory=dict)
     """(id of a module, name) of each buffer -> its slot; several places may share one."""
+    optimizers: set[int] = field(default_factory=set)
+    """Ids of the optimizers whose state has been lifted."""
     stepped: list[Optimizer] = field(default_factory=list)
     optimizer: Optimizer | None = None
     """The optimizer whose `step()` is running."""
@@ -109,6 +120,19 @@ class Session:
             raise CaptureError(f"{slot.id} was made without memory, so its batch size is taken as it is")
         return blank.blank_twin(self.fake_mode, real)
 
+    def symbol(self, number: Number) -> Any:
+        """The traced value of a number that may change: an input of the graph."""
+        name = name_of(number)
+        known = next((entry.twin for entry in self.lifted.values() if entry.slot == Slot(SlotKind.NUMBER, name)), None)
+        return self.lift(value_of(number), Slot(SlotKind.NUMBER, name)) if known is None else known
+
+    def where_adopted(self, real: torch.Tensor) -> binding.Binding:
+        """Where a tensor that is neither an argument nor a model's is to be found at each call."""
+        place = self.recorder.place_of(real)
+        if place is None or place.path[0].owner is ARGUMENTS:
+            return binding.FixedTensor(real)
+        return binding.AtPlace(functools.partial(find, place.path, None))
+
     def adopt(self, real: torch.Tensor) -> torch.Tensor:
         """The twin of a real tensor that surfaced in the step without being an argument: a constant from outside."""
         known = self.twins.get(id(real))
@@ -126,6 +150,28 @@ class Session:
     def node_of(self, traced: torch.Tensor) -> fx.Node:
         """The node that holds the current value of a traced tensor."""
         return _torch.node_of(self.tracer, _torch.from_functional(traced))
+
+    def can_answer(self, *values: Any) -> bool:
+        """Whether what some traced tensors hold is known before the step runs."""
+        if not self.questions.is_answering or self.phase is Phase.OPTIMIZER:
+            return False
+        reals, slots = self._reals(), {name: lifted.slot for name, lifted in self.lifted.items()}
+        tensors = [value for value in values if isinstance(value, torch.Tensor)]
+        return all(
+            self._has_node(value) and self.questions.can_answer(self.node_of(value), reals, slots) for value in tensors
+        )
+
+    def answer(self, func: Any, args: tuple[Any, ...]) -> Any:
+        """What an operator that looks at values gives for the arguments of this very call."""
+        nodes = tuple(self.node_of(value) if isinstance(value, torch.Tensor) else value for value in args)
+        return self.questions.answer(self.tracer, func, nodes, self._reals())
+
+    def _has_node(self, value: torch.Tensor) -> bool:
+        is_functional = isinstance(value, _torch.FunctionalTensor)
+        return is_functional and _torch.has_node(self.tracer, _torch.from_functional(value))
+
+    def _reals(self) -> dict[str, Any]:
+        return {name: lifted.real for name, lifted in self.lifted.items()}
 
     @property
     def parameters(self) -> list[Lifted]:
@@ -177,6 +223,12 @@ class Session:
 
     def note_optimizer_step(self, optimizer: Optimizer) -> None:
         """Note which parameters `optimizer.step()` will update; refuses an optimizer that would update none."""
+        if id(optimizer) not in self.optimizers:
+            raise CaptureError(
+                f"the step updates with a {type(optimizer).__name__} that could not be found: its state is not known",
+                location=source.current_location(),
+                advice="Pass the optimizer itself as an argument of the train step, not only what wraps it",
+            )
         self.stepped.append(optimizer)
         members = [p for group in optimizer.param_groups for p in group["params"]]
         updated = {id(p) for p in members if _torch.is_traced(p) and p.grad is not None}

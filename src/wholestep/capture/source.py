@@ -8,6 +8,11 @@ from types import FrameType, TracebackType
 
 from wholestep import _torch
 
+VALUE_ADVICE = (
+    "A captured step cannot look at values while it runs: return the tensor and read it after the call, "
+    "or use torch.where / torch.clamp instead of Python branches"
+)
+
 _WHOLESTEP_ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 _ZOO_ROOT = os.path.join(_WHOLESTEP_ROOT, "zoo")
 _is_user_file: dict[str, bool] = {}

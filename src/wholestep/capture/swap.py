@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections import defaultdict
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Sequence
 from typing import Any, cast
 
 import torch
@@ -49,24 +49,43 @@ def lent_optimizer(
     twin_of: Callable[[torch.Tensor], torch.Tensor],
     lift_state: Callable[[torch.Tensor, str, Any], Any],
     lift_rate: Callable[[int, Any], Any],
+    lent_groups: dict[int, list[torch.Tensor]],
+    wrappers: Sequence[Optimizer] = (),
 ) -> Generator[None]:
-    """Give the optimizer twins of its parameters, of `state` and of its learning rates; restore it on leaving."""
+    """Give the optimizer twins of its parameters, of `state` and of its learning rates; restore it on leaving.
+
+    `lent_groups` has the parameters of groups that were given twins already: optimizers may share their groups.
+    `wrappers` stand for the optimizer, and may have attributes of theirs for its state.
+    """
     kept_groups, kept_state = [dict(group) for group in optimizer.param_groups], optimizer.state
     kept_attributes = dict(vars(optimizer))
     traced_state: defaultdict[Any, dict[str, Any]] = defaultdict(dict)
+    own: list[tuple[dict[str, Any], dict[str, Any]]] = []
     for index, group in enumerate(optimizer.param_groups):
-        for p in group["params"]:
+        parameters: list[torch.Tensor] = lent_groups.get(id(group)) or group["params"]
+        for p in parameters:
             if p in state:
                 traced_state[twin_of(p)] = {key: lift_state(p, key, value) for key, value in state[p].items()}
-        group["params"] = [twin_of(p) for p in group["params"]]
+        if id(group) in lent_groups:
+            continue
+        lent_groups[id(group)] = parameters
+        own.append((group, kept_groups[index]))
+        group["params"] = [twin_of(p) for p in parameters]
         if "lr" in group:
             group["lr"] = lift_rate(index, group["lr"])
+    kept_wrappers = [(vars(wrapper), dict(vars(wrapper))) for wrapper in wrappers]
+    for attributes, kept in kept_wrappers:
+        if kept.get("state") is kept_state:
+            attributes["state"] = traced_state
     optimizer.state = traced_state
     try:
         yield
     finally:
-        for group, kept in zip(optimizer.param_groups, kept_groups, strict=True):
+        for group, kept in own:
             _refill(group, kept)
+            del lent_groups[id(group)]
+        for attributes, kept in kept_wrappers:
+            _refill(attributes, kept)
         _refill(vars(optimizer), kept_attributes)
         optimizer.state = kept_state
 

@@ -41,15 +41,15 @@ def flatten(value: Any) -> tuple[list[Any], Spec]:
 
 
 def _flatten_into(value: Any, leaves: list[Any]) -> Spec:
-    opened = _open(value)
-    if opened is None:
+    parts = opened(value)
+    if parts is None:
         leaves.append(value)
         return LEAF
-    keys, children = opened
+    keys, children = parts
     return Branch(type(value), keys, tuple([_flatten_into(child, leaves) for child in children]))
 
 
-def _open(value: Any) -> tuple[tuple[Any, ...], list[Any]] | None:
+def opened(value: Any) -> tuple[tuple[Any, ...], list[Any]] | None:
     """Keys and children of a container, None for a leaf."""
     if isinstance(value, (list, tuple)):
         return tuple(range(len(value))), list(value)
@@ -63,10 +63,10 @@ def _open(value: Any) -> tuple[tuple[Any, ...], list[Any]] | None:
 
 def map_leaves(function: Callable[[Any], Any], value: Any) -> Any:
     """A copy of a nested container with `function` applied to each leaf."""
-    opened = _open(value)
-    if opened is None:
+    parts = opened(value)
+    if parts is None:
         return function(value)
-    keys, children = opened
+    keys, children = parts
     return _close(value, keys, [map_leaves(function, child) for child in children])
 
 
@@ -115,10 +115,10 @@ def _new_mapping(kind: Any, content: dict[Any, Any]) -> Any:
 
 def paths(value: Any, prefix: str) -> list[str]:
     """A readable path for each leaf, in `flatten`'s order: `batch['x'][0]`."""
-    opened = _open(value)
-    if opened is None:
+    parts = opened(value)
+    if parts is None:
         return [prefix]
-    keys, children = opened
+    keys, children = parts
     is_attribute = not isinstance(value, (list, tuple, Mapping))
-    parts = [f"{prefix}.{key}" if is_attribute else f"{prefix}[{key!r}]" for key in keys]
-    return [path for part, child in zip(parts, children, strict=True) for path in paths(child, part)]
+    names = [f"{prefix}.{key}" if is_attribute else f"{prefix}[{key!r}]" for key in keys]
+    return [path for part, child in zip(names, children, strict=True) for path in paths(child, part)]

@@ -22,6 +22,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 import wholestep
+from wholestep._output import require_writable
 from wholestep._settings import Settings
 from wholestep.cli.comparison import MIN_STEPS, Comparison, Side, compare
 from wholestep.cli.corpus import Corpus, load_corpus
@@ -71,6 +72,7 @@ def run(options: argparse.Namespace) -> int:
     """Train, print the comparison, write the report; 1 if the losses differ."""
     if Settings.from_environ().disable:
         raise WholestepError("there is nothing to compare with eager while WHOLESTEP_DISABLE is set; unset it")
+    require_writable(options.output)
     if options.ranks == 1:
         return run_here(options)
     say(f"starting {options.ranks} ranks")

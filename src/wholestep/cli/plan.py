@@ -7,6 +7,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+from wholestep._output import require_writable
 from wholestep.cli.options import add_dry_run_options, add_step_options, add_target, planned
 from wholestep.cli.plan_file import save_plan, to_json
 from wholestep.cli.plan_view import plan_report
@@ -33,6 +34,7 @@ def add_parser(commands: Any) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Plan and print."""
+    require_writable(options.report)
     prepared = planned(options)
     with working("looking for the smallest peak"):
         plan = plan_of(prepared.step, prepared.source, prepared.device)

@@ -7,6 +7,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+from wholestep._output import require_writable
 from wholestep.cli.explain import first_step
 from wholestep.cli.options import add_dry_run_options, add_step_options, add_target, planned
 from wholestep.cli.progress import working
@@ -28,6 +29,7 @@ def add_parser(commands: Any) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Write the report and say where it is."""
+    require_writable(options.output)
     prepared = planned(options) if options.no_weights else first_step(options)
     with working("writing the report"):
         path = prepared.step.report(options.output)

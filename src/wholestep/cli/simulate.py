@@ -13,6 +13,7 @@ import torch.distributed as dist
 from rich.console import Console
 from rich.table import Table
 
+from wholestep._output import require_writable, write_output
 from wholestep.capture import capture
 from wholestep.capture.blank import no_weights
 from wholestep.cli.options import load
@@ -71,6 +72,7 @@ def run(options: argparse.Namespace) -> int:
         return _calibrate(options)
     if options.target is None or options.cluster is None:
         raise UsageError("simulate takes FILE.py:FUNCTION and --cluster FILE, or --calibrate FILE")
+    require_writable(options.trace)
     costs = CostModel.builtin()
     if options.costs is not None:
         costs = costs.with_others(CostModel.load(options.costs))
@@ -138,12 +140,12 @@ def _write_trace(options: argparse.Namespace, job: Job, cluster: Cluster) -> Non
     if options.trace is None:
         return
     text = chrome_trace(trace(job, cluster, tuple(options.trace_ranks)))
-    options.trace.write_text(text, encoding="utf-8")
-    say(f"trace: {options.trace}")
+    say(f"trace: {write_output(options.trace, text)}")
 
 
 def _calibrate(options: argparse.Namespace) -> int:
     """Measure this machine; under torchrun all its ranks do, and the first one writes."""
+    require_writable(options.calibrate)
     is_joined = int(os.environ.get("WORLD_SIZE", "1")) > 1
     if is_joined:
         dist.init_process_group("gloo")

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import functools
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import fx
 
 from wholestep import _torch
+from wholestep.graph.in_layout import InLayout
 
 aten = torch.ops.aten
 
@@ -27,7 +28,7 @@ _UNDECLARED_WRITERS = frozenset(
 )
 
 # Operators of other libraries may do more than their schema says: they are kept and never merged.
-_KNOWN_NAMESPACES = frozenset({"aten", "prims"})
+_KNOWN_NAMESPACES = frozenset({"aten", "prims", "wholestep"})
 
 # Symbolic arithmetic: plain Python on numbers, free of effects.
 _PYTHON_MODULES = frozenset({"_operator", "math", "builtins", "torch"})
@@ -70,13 +71,18 @@ def is_random(target: Any) -> bool:
 
 def draws(node: fx.Node) -> bool:
     """Whether a call draws random numbers, as opposed to an operator that could: attention without dropout does not."""
-    if not is_random(node.target):
+    return draws_with(node.target, node.args, node.kwargs)
+
+
+def draws_with(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    """The same, of an operator and its arguments."""
+    if not is_random(target):
         return False
-    names = [argument.name for argument in _torch.schema(node.target).arguments]
+    names = [argument.name for argument in _torch.schema(target).arguments]
     if "dropout_p" not in names:
         return True
     position = names.index("dropout_p")
-    given = node.args[position] if position < len(node.args) else node.kwargs.get("dropout_p", 0.0)
+    given = args[position] if position < len(args) else kwargs.get("dropout_p", 0.0)
     return bool(given != 0.0)
 
 
@@ -116,6 +122,8 @@ def in_place_twin(target: Any) -> Callable[..., Any] | None:
 
     Only twins with the same arguments and no further write count, so that swapping the target is the whole rewrite.
     """
+    if isinstance(target, InLayout):
+        return target.in_place
     if not _torch.is_op_overload(target) or written_arguments(target) or is_view(target):
         return None
     twin = _RENAMED_TWINS.get(target)

@@ -14,6 +14,7 @@ class SlotKind(StrEnum):
     STATE = "state"
     GRAD = "grad"
     LR = "lr"
+    NUMBER = "number"
     BATCH = "batch"
     CONSTANT = "constant"
     CARRY = "carry"
@@ -24,8 +25,9 @@ class Slot:
     """One input of the step, under the name a user would recognise.
 
     `name` is the parameter's or buffer's FQN; for STATE and GRAD that of the parameter it belongs to; for LR the
-    parameter group's; for BATCH the path into the arguments (`batch['x']`). `key` is the entry of the optimizer
-    state. A CARRY is a value that the previous iteration left for this one; its name is that of the node that made it.
+    parameter group's; for NUMBER (a Python number that changes from call to call) the one it has in the recording; for
+    BATCH the path into the arguments (`batch['x']`). `key` is the entry of the optimizer state. A CARRY is a value that
+    the previous iteration left for this one; its name is that of the node that made it.
     `aliases` are further FQNs of the same tensor (tied weights).
     """
 

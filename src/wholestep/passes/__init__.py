@@ -4,7 +4,7 @@ from wholestep.passes import cse, dce, reinplace, simplify
 from wholestep.passes.base import Pass, register, registered
 from wholestep.passes.chunk_loss import ChunkLoss, mark_logits
 from wholestep.passes.loss_gradient import LossGradient
-from wholestep.passes.manager import run_passes
+from wholestep.passes.manager import dump_graphs, new_dump_folder, run_passes
 from wholestep.passes.pad_logits import PadLogits
 from wholestep.passes.pipeline import Pipeline
 
@@ -17,7 +17,9 @@ __all__ = [
     "PadLogits",
     "Pass",
     "Pipeline",
+    "dump_graphs",
     "mark_logits",
+    "new_dump_folder",
     "register",
     "registered",
     "run_passes",

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import difflib
+import itertools
 import logging
+import re
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
-from wholestep.errors import GraphError, PassError
+import torch.distributed as dist
+
+from wholestep.errors import GraphError, PassError, SettingsError
 from wholestep.graph import PassRecord, StepGraph
 from wholestep.passes.base import Pass, registered
 
@@ -70,6 +75,31 @@ def _check_order(graph: StepGraph, pipeline: list[Pass]) -> None:
                 raise PassError(f"pass '{item.name}' must come after '{predecessor}', which follows it")
         if item.name in earlier and not item.repeatable:
             raise PassError(f"pass '{item.name}' has already run on this graph and '{item.name}' is not repeatable")
+
+
+def new_dump_folder(parent: Path, name: str) -> Path:
+    """A folder for the graphs of one capture, with a name of its own: `train_step-1`, on ranks `rank0-train_step-1`.
+
+    Raises `SettingsError` if there can be none.
+    """
+    stem = re.sub(r"\W+", "_", name).strip("_") or "step"
+    if dist.is_available() and dist.is_initialized():
+        stem = f"rank{dist.get_rank()}-{stem}"
+    try:
+        parent.mkdir(parents=True, exist_ok=True)
+        for number in itertools.count(1):
+            with contextlib.suppress(FileExistsError):
+                (parent / f"{stem}-{number}").mkdir()
+                return parent / f"{stem}-{number}"
+    except OSError as error:
+        raise SettingsError(f"graphs cannot be written to {parent}: {error.strerror or error}") from error
+    raise AssertionError
+
+
+def dump_graphs(folder: Path, graphs: Mapping[str, StepGraph]) -> None:
+    """Write graphs as they run, as Python, to files that are called as they are here."""
+    for name, graph in graphs.items():
+        (folder / f"{name}.py").write_text(str(graph), encoding="utf-8")
 
 
 def _dump(folder: Path, index: int, name: str, before: str, after: str) -> None:

@@ -19,7 +19,7 @@ import torch
 from torch import fx
 
 from wholestep import _torch
-from wholestep.graph import StepGraph, nodes_in, ops
+from wholestep.graph import InLayout, StepGraph, nodes_in, ops
 from wholestep.passes.base import Pass, register
 from wholestep.passes.simplify import layout
 
@@ -211,9 +211,14 @@ def _try_in_place(memory: _Memory, node: fx.Node, overwritten: dict[fx.Node, fx.
 
 
 def _is_exact(node: fx.Node) -> bool:
-    if not ops.is_op(node):
-        return False
-    return torch.Tag.pointwise in _torch.tags(node.target) or _torch.packet_name(node.target).startswith(_ALSO_EXACT)
+    if isinstance(node.target, InLayout):
+        return True
+    return ops.is_op(node) and (_is_pointwise(node) or _torch.packet_name(node.target).startswith(_ALSO_EXACT))
+
+
+def _is_pointwise(node: fx.Node) -> bool:
+    target = node.target.in_place if isinstance(node.target, InLayout) else node.target
+    return torch.Tag.pointwise in _torch.tags(target)
 
 
 def _written_values(node: fx.Node, twin: Any) -> list[tuple[fx.Node, fx.Node | None]] | None:
@@ -263,7 +268,7 @@ def _fits(memory: _Memory, node: fx.Node, source: fx.Node, result: fx.Node | Non
     root = memory.root(source)
     others = [other for other in node.all_input_nodes if other is not source and root in memory.roots(other)]
     repeated = sum(argument is source for argument in nodes_in((node.args, node.kwargs))) > 1
-    return not others and (not repeated or torch.Tag.pointwise in _torch.tags(node.target))
+    return not others and (not repeated or _is_pointwise(node))
 
 
 def _overlaps_itself(value: torch.Tensor) -> bool:

@@ -7,6 +7,8 @@ from pathlib import Path
 
 from markupsafe import Markup
 
+from wholestep._output import write_output
+
 
 @dataclass(frozen=True)
 class Bar:
@@ -147,6 +149,4 @@ class Report:
 
     def write(self, path: Path) -> Path:
         """Write the HTML page, creating folders on the way, and return its path."""
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(self.to_html(), encoding="utf-8")
-        return path
+        return write_output(path, self.to_html())

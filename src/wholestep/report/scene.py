@@ -12,6 +12,7 @@ from pathlib import Path
 
 from markupsafe import Markup, escape
 
+from wholestep._output import require_writable, write_output
 from wholestep.errors import WholestepError
 from wholestep.report.palette import DARK, LIGHT
 
@@ -181,10 +182,9 @@ def check_format(name: str) -> None:
 def save_scene(scene: Scene, path: Path) -> Path:
     """Write a picture as its file's suffix says, creating folders on the way; PNG takes matplotlib."""
     check_format(path.suffix.removeprefix("."))
-    path.parent.mkdir(parents=True, exist_ok=True)
+    require_writable(path)
     if path.suffix == ".svg":
-        path.write_text(file_svg(scene), encoding="utf-8")
-        return path
+        return write_output(path, file_svg(scene))
     from wholestep.report.png import write_png
 
     write_png(framed(scene), path)

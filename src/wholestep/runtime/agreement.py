@@ -6,9 +6,14 @@ No collective is involved, so ranks that disagree, or one that failed, are an er
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import json
 import logging
+import os
+import re
 import time
+import weakref
+from collections import Counter
 from collections.abc import Generator, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
@@ -16,13 +21,32 @@ from typing import Any
 
 import torch.distributed as dist
 
-from wholestep import _torch
+from wholestep import _ranks_torch, _torch
 from wholestep.errors import RankError
 
 logger = logging.getLogger(__name__)
 
 _POLL_S = 2.0
 _SAY_SO_AFTER_S = 20.0
+_COMPARE_EVERY = 1024
+
+
+_rooms: weakref.WeakKeyDictionary[dist.ProcessGroup, tuple[str, Counter[str]]] = weakref.WeakKeyDictionary()
+
+
+def room_of(group: dist.ProcessGroup, what: str) -> tuple[str, int]:
+    """A part of the job's store for this life of a group, and which of its `what` this is: the first, second, ...
+
+    A store may outlive what is written to it: torchrun may keep it for ranks that it starts again, and a process may
+    make its group anew. So numbers are counted here, and what was written in an earlier life is never read.
+    """
+    if group not in _rooms:
+        name = f"wholestep/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}/{group.group_name}"
+        life = _torch.group_store(group).add(f"{name}/lives/{dist.get_rank(group)}", 1)
+        _rooms[group] = f"{name}/{life}", Counter()
+    room, counts = _rooms[group]
+    counts[what] += 1
+    return room, counts[what]
 
 
 @dataclass(frozen=True)
@@ -34,13 +58,17 @@ class Ranks:
     world: int
     number: int
     timeout_s: float
+    room: str = "wholestep"
 
     @staticmethod
     def of(group: dist.ProcessGroup, timeout_s: float) -> Ranks:
-        """For the next step that is to run on this group: the first, second, ... on every rank talk to each other."""
-        rank = dist.get_rank(group)
-        number = _torch.group_store(group).add(f"wholestep/{group.group_name}/steps/{rank}", 1)
-        return Ranks(group, rank, dist.get_world_size(group), number, timeout_s)
+        """For the next step that is to run on this group: the first, second, ... on every rank talk to each other.
+
+        Nobody is waited for longer than collectives of the group would wait.
+        """
+        room, number = room_of(group, "steps")
+        timeout_s = min(timeout_s, _ranks_torch.group_timeout_s(group))
+        return Ranks(group, dist.get_rank(group), dist.get_world_size(group), number, timeout_s, room)
 
     @property
     def name(self) -> str:
@@ -49,13 +77,18 @@ class Ranks:
 
     @contextlib.contextmanager
     def failing_together(self, moment: str) -> Generator[None]:
-        """If the block raises on this rank, the others, who are at `exchange(moment)` or on their way, raise too."""
+        """If the block raises on this rank, the others, who are at `exchange(moment)` or on their way, raise too.
+
+        So do those that have gone on to a later moment of the same call (what a moment begins with, up to a slash).
+        """
         try:
             yield
         except RankError:
             raise
         except Exception as error:
-            self._publish(moment, {"error": str(error) or type(error).__name__})
+            failure = {"error": str(error) or type(error).__name__}
+            self._publish(moment, failure)
+            self._publish(_failed(moment), failure)
             raise
 
     def exchange(self, moment: str, value: Any) -> list[Any]:
@@ -70,6 +103,26 @@ class Ranks:
                 raise RankError(f"rank {rank} could not compile the step: {answer['error']}")
         return [answer["value"] for answer in answers]
 
+    def require_agreement(self, moment: str, facts: Mapping[str, Any]) -> None:
+        """Raise `RankError` on every rank if ranks differ in one of these facts, named as they are in a message.
+
+        Facts about a large model are long, and hardly ever differ: what is exchanged first is a mark of each.
+        """
+        marks = self.exchange(moment, {what: mark_of(value) for what, value in facts.items()})
+        if all(each == marks[0] for each in marks):
+            return
+        by_rank = self.exchange(f"{moment}/facts", dict(facts))
+        for what in facts:
+            require_same(what, [each[what] for each in by_rank])
+
+    @contextlib.contextmanager
+    def telling(self, what: str) -> Generator[None]:
+        """If a collective in the block fails, say what was waited for."""
+        try:
+            yield
+        except RuntimeError as error:
+            raise lost_peer(what, error) from error
+
     def _publish(self, moment: str, message: dict[str, Any]) -> None:
         _torch.group_store(self.group).set(self._key(moment, self.rank), json.dumps(message))
 
@@ -80,35 +133,77 @@ class Ranks:
             try:
                 store.wait([key], timedelta(seconds=min(_POLL_S, self.timeout_s)))
                 return json.loads(store.get(key))
+            except dist.DistNetworkError as error:
+                raise RankError(
+                    f"rank {self.rank} cannot reach the store that the job was started with: the rank that has it is "
+                    "gone"
+                ) from error
             except RuntimeError as error:  # what stores raise when the time is up
+                if store.check([self._key(_failed(moment), rank)]):
+                    key = self._key(_failed(moment), rank)
+                    continue
                 waited_s = time.monotonic() - started
                 if waited_s > self.timeout_s:
                     raise RankError(
                         f"rank {rank} has not compiled this step {waited_s:.0f} s after rank {self.rank} did: ranks "
-                        "must call the step equally often, and its gradients must change on all ranks in the same call"
+                        "must call the step equally often, and what they compute (gradients, clipping, options, modes) "
+                        "must change on all of them in the same call"
                     ) from error
                 if waited_s > _SAY_SO_AFTER_S and not has_said_so:
                     logger.warning("waiting for rank %d to compile its step", rank)
                     has_said_so = True
 
     def _key(self, moment: str, rank: int) -> str:
-        return f"wholestep/{self.name}/{self.number}/{moment}/{rank}"
+        return f"{self.room}/{self.name}/{self.number}/{moment}/{rank}"
+
+
+def is_due(number: int) -> bool:
+    """Whether ranks compare in this call what may change with each: in the second, fourth, eighth, every 1,024th.
+
+    A word between ranks in each call would be too expensive, and none would leave ranks that drift apart unnoticed.
+    """
+    return number > 1 and (not number & (number - 1) or not number % _COMPARE_EVERY)
+
+
+def _failed(moment: str) -> str:
+    return f"{moment.partition('/')[0]}/failed"
+
+
+def mark_of(value: Any) -> str:
+    """A short text that is another for other values; the order of keys does not count."""
+    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()
+
+
+def lost_peer(what: str, error: RuntimeError) -> RankError:
+    """The error of a rank that waited for others, who are gone or did not come in time."""
+    own = dist.get_rank() if dist.is_initialized() else 0
+    return RankError(
+        f"rank {own} has waited in vain for the other ranks, for {what}: one of them has failed, is gone, or has not "
+        f"called the step ({plain(error)})"
+    )
+
+
+def plain(error: BaseException) -> str:
+    """What torch says about a connection, without the place in its own sources and the stack."""
+    return re.sub(r"^\[[^\]]*\] ", "", str(error)).split("\n", 1)[0]
 
 
 def require_same(what: str, by_rank: list[Any]) -> None:
     """Raise `RankError` naming the first rank that differs from rank 0, and in what."""
     for rank, value in enumerate(by_rank):
         if value != by_rank[0]:
-            raise RankError(f"{what} differ between ranks: {_difference(by_rank[0], value, rank)}")
+            raise RankError(f"{what} differ between ranks: {difference(by_rank[0], value, 0, rank)}")
 
 
-def _difference(first: Any, other: Any, rank: int) -> str:
+def difference(first: Any, other: Any, first_rank: int, rank: int) -> str:
+    """The first thing in which the values of two ranks differ, in words."""
     if isinstance(first, Mapping) and isinstance(other, Mapping):
         key = next(key for key in {**first, **other} if first.get(key) != other.get(key))
         extra = [name for name in other if name not in first] if key not in other else []
         instead = f", which has {extra[0]} instead" if extra else ""
-        return f"{key} is {_shown(first.get(key))} on rank 0 and {_shown(other.get(key))} on rank {rank}{instead}"
-    return f"{_shown(first)} on rank 0 and {_shown(other)} on rank {rank}"
+        values = f"{_shown(first.get(key))} on rank {first_rank} and {_shown(other.get(key))} on rank {rank}"
+        return f"{key} is {values}{instead}"
+    return f"{_shown(first)} on rank {first_rank} and {_shown(other)} on rank {rank}"
 
 
 def _shown(value: Any) -> str:

@@ -18,7 +18,9 @@ import torch
 from torch import fx
 
 from wholestep import _torch
+from wholestep.capture.layouts import dense_strides, memory_order
 from wholestep.graph import StepGraph, map_nodes, ops
+from wholestep.runtime.collectives import Collective
 from wholestep.runtime.journal import GONE, Journal, Places, at_once, returns_nothing, writes
 
 Step = Callable[..., tuple[tuple[Any, ...], tuple[Any, ...], tuple[Any, ...]]]
@@ -152,7 +154,7 @@ class _Writer:
         fake = node.meta["val"]
         if _has_fixed_strides(fake):
             return f"{self._global(with_strides, 'with_strides')}({node.name}, {self.restride[node.name]})"
-        return f"{self._global(with_order, 'with_order')}({node.name}, {_memory_order(fake)})"
+        return f"{self._global(with_order, 'with_order')}({node.name}, {memory_order(fake.stride())})"
 
     def _text(self, value: Any) -> str:
         if isinstance(value, fx.Node):
@@ -201,7 +203,7 @@ def run_checked(
     """Run a graph op by op and hold each result against its fake value; returns what `step` would, and corrections.
 
     A few kernels lay out their result otherwise than torch's fake kernels say, and the graph was traced (which reshape
-    is a view, which gradient needs a copy) for the latter. Such a result is copied to the layout that was promised,
+    is a view, which gradient needs a copy) for the latter. Such a result is brought into the layout that was promised,
     here and, given to `generate`, from then on. With `places`, values of the call before are those of `journal`.
     """
     run = _CheckedRun(graph, inputs, places, journal)
@@ -286,7 +288,7 @@ class _CheckedRun:
 
 
 class LaidOut:
-    """A function whose result is copied to the layout that its node promises, if it has another one.
+    """A function whose result is brought into the layout that its node promises, if it has another one.
 
     Either `strides` says which ones are to be corrected, or each result is looked at and `corrections` are noted.
     """
@@ -308,7 +310,7 @@ class LaidOut:
         if self._corrections is None:
             fake = self._node.meta["val"]
             fixed = _has_fixed_strides(fake)
-            return with_strides(result, self._strides) if fixed else with_order(result, _memory_order(fake))  # pyright: ignore[reportArgumentType]
+            return with_strides(result, self._strides) if fixed else with_order(result, memory_order(fake.stride()))  # pyright: ignore[reportArgumentType]
         promised = _promised_strides(self._node, result)
         if promised is None:
             return result
@@ -317,27 +319,15 @@ class LaidOut:
 
 
 def with_strides(tensor: torch.Tensor, strides: tuple[int, ...]) -> torch.Tensor:
-    """A copy of a tensor with another memory layout."""
+    """A tensor in another memory layout: a copy, unless only dimensions of size 1 have other strides."""
+    if all(old == new or size == 1 for size, old, new in zip(tensor.shape, tensor.stride(), strides, strict=True)):
+        return tensor.as_strided(tensor.shape, strides)
     return torch.empty_strided(tensor.shape, strides, dtype=tensor.dtype, device=tensor.device).copy_(tensor)
 
 
 def with_order(tensor: torch.Tensor, order: tuple[int, ...]) -> torch.Tensor:
-    """A dense copy of a tensor with its dimensions in another order in memory, outermost first."""
-    return with_strides(tensor, _dense_strides(tensor.shape, order))
-
-
-def _dense_strides(shape: Sequence[int], order: tuple[int, ...]) -> tuple[int, ...]:
-    strides, stride = [1] * len(shape), 1
-    for dim in reversed(order):
-        strides[dim] = stride
-        stride *= max(shape[dim], 1)
-    return tuple(strides)
-
-
-def _memory_order(fake: torch.Tensor) -> tuple[int, ...]:
-    """Dimensions as they lie in memory, outermost first."""
-    strides = [_torch.optimization_hint(stride) for stride in fake.stride()]
-    return tuple(sorted(range(len(strides)), key=lambda dim: -strides[dim]))
+    """A dense tensor with its dimensions in another order in memory, outermost first."""
+    return with_strides(tensor, dense_strides(tensor.shape, order))
 
 
 def _has_fixed_strides(fake: torch.Tensor) -> bool:
@@ -351,27 +341,24 @@ def _strides_of(fake: torch.Tensor, shape: Sequence[int]) -> tuple[int, ...] | N
     """
     if _has_fixed_strides(fake):
         return tuple(map(int, fake.stride()))
-    order = _memory_order(fake)
+    order = memory_order(fake.stride())
     traced = [_torch.optimization_hint(size) for size in fake.shape]
-    is_dense = all(
-        _torch.optimization_hint(stride) == dense or size == 1
-        for stride, dense, size in zip(fake.stride(), _dense_strides(traced, order), traced, strict=True)
-    )
-    return _dense_strides(shape, order) if is_dense else None
+    is_dense = dense_strides(traced, order) == tuple(map(_torch.optimization_hint, fake.stride()))
+    return dense_strides(shape, order) if is_dense else None
 
 
 def _promised_strides(node: fx.Node, result: Any) -> tuple[int, ...] | None:
-    """The strides a result should have according to its fake value, None if it has them (or they do not matter)."""
+    """The strides a result should have according to its fake value, None if it has them (or has no elements).
+
+    Those of dimensions of size 1 count: the kernels that read the result choose their memory format by them.
+    """
     fake = node.meta.get("val")
     if not isinstance(result, torch.Tensor) or not isinstance(fake, torch.Tensor) or ops.written_arguments(node.target):
         return None
     if ops.is_op(node) and ops.shares_memory(node.target):
         return None
     promised = _strides_of(fake, result.shape)
-    if promised is None:
-        return None
-    matters = [dim for dim, size in enumerate(result.shape) if size > 1] if result.numel() > 0 else []
-    return None if all(result.stride(dim) == promised[dim] for dim in matters) else promised
+    return None if promised is None or promised == result.stride() or result.numel() == 0 else promised
 
 
 def best_binding(graph: StepGraph, node: fx.Node) -> Callable[..., Any]:
@@ -381,6 +368,8 @@ def best_binding(graph: StepGraph, node: fx.Node) -> Callable[..., Any]:
         return target
     if target is torch.ops.aten._local_scalar_dense.default:
         return torch.Tensor.item
+    if ops.is_collective(target):
+        return Collective(_torch.direct_call(target), node)
     key = (target, *(_kind(value) for value in node.args), *((name, _kind(v)) for name, v in node.kwargs.items()))
     if key not in _known_bindings:
         candidates = _torch.generated_bindings(target)

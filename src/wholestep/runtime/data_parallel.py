@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from wholestep.capture import Capture
-from wholestep.comm import AllReduce, Bucket, Overlap, Reducible, SplitOptimizer, reducible_gradients
+from wholestep.comm import AllReduce, Bucket, Overlap, SplitOptimizer, reducible_gradients
 from wholestep.comm.bucket import format_groups
 from wholestep.comm.facts import gather_facts
 from wholestep.comm.plan import DataParallelPlan, Facts, decide
@@ -22,7 +22,16 @@ from wholestep.errors import RankError, WholestepError
 from wholestep.graph import SlotKind, StepGraph
 from wholestep.iteration import Rotate
 from wholestep.passes import Pass
-from wholestep.runtime.agreement import Ranks, require_same
+from wholestep.runtime.agreement import Ranks, is_due, mark_of, require_same
+from wholestep.runtime.replica_facts import (
+    all_optimizer_facts,
+    code_mark,
+    describe,
+    mode_facts,
+    option_facts,
+    tensor_facts,
+    update_facts,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -107,21 +116,17 @@ class Replicas:
     def __init__(
         self,
         options: DataParallel,
-        name: str,
+        function: Callable[..., Any],
         bucket_mb: float,
         cross_iteration: str | tuple[str, ...],
         timeout_s: float,
-        memory_budget: str | None = None,
-        chunk_loss: int | str | None = None,
-        lower: str = "none",
+        others: Mapping[str, Any] | None = None,
     ) -> None:
         self.options = options
-        self.memory_budget = memory_budget
-        self.chunk_loss = chunk_loss
-        self.lower = lower
+        self.others = others or {}
         self.bucket_mb = bucket_mb
         self.cross_iteration = cross_iteration
-        self.name = name
+        self.function = function
         self.ranks = Ranks.of(options.resolve(), timeout_s)
         self._plans: dict[str, DataParallelPlan] = {}
         self._broadcast: dict[int, weakref.ref[torch.Tensor]] = {}
@@ -130,19 +135,29 @@ class Replicas:
     def prepare(self, capture_step: CaptureStep, number: int) -> tuple[Capture, StepGraph, DataParallelPlan]:
         """Capture, and find the plan for the gradients the capture has.
 
-        Gradients that have been planned for need no further word between ranks: one rank may capture alone, for a batch
-        of another size. New ones, and new models, have to appear on all ranks in the same call.
+        Gradients and updates that have been agreed on need no further word between ranks: one rank may capture alone,
+        for a batch of another size. New ones, and new models, have to appear on all ranks in the same call. Nothing is
+        shared, and no collective runs, before ranks have agreed.
         """
-        with self.ranks.failing_together(f"{number}/gradients"):
+        with self.ranks.failing_together(f"{number}/step"):
             captured, graph = capture_step(frozenset())
-        known = self._plans.get(_signature(reducible_gradients(graph)))
+        known = self._plans.get(_signature(captured, graph))
         if known is not None and not self._unseen(captured, SlotKind.PARAM):
             return captured, graph, known
         captured, graph = self._agree_on_gradients(capture_step, captured, graph, number)
-        self._broadcast_state(captured)
+        with self.ranks.telling("rank 0's parameters"):
+            self._broadcast_state(captured)
         plan = self._agree_on_plan(graph, number)
-        self._plans[_signature(reducible_gradients(graph))] = plan
+        self._plans[_signature(captured, graph)] = plan
         return captured, graph, plan
+
+    def compare_options(self, captured: Capture, number: int) -> None:
+        """Now and then, compare options that a graph takes as inputs and that may change with every call."""
+        if self.ranks.world == 1 or not is_due(number):
+            return
+        found = captured.found.optimizers.items()
+        facts = {key: value for name, optimizer in found for key, value in option_facts(name, optimizer).items()}
+        self.ranks.require_agreement(f"{number}/options", {"the options of optimizers": facts})
 
     def passes(self, plan: DataParallelPlan) -> list[Pass]:
         """The rewrites that carry out a plan."""
@@ -163,36 +178,37 @@ class Replicas:
     def _agree_on_gradients(
         self, capture_step: CaptureStep, captured: Capture, graph: StepGraph, number: int
     ) -> tuple[Capture, StepGraph]:
-        """Compare options, parameters and gradients; a parameter that only other ranks use gets a gradient of zeros."""
-        mine = {
-            "step": {"function": self.name},
-            "options": self._settings(),
-            "parameters": _parameters(captured),
-            "gradients": _names(graph),
+        """Compare all that must be alike; a parameter that only other ranks use gets a gradient of zeros."""
+        facts = {
+            "the compiled steps": {"function": self.name, f"the code of {self.name}": code_mark(self.function)},
+            "the options of wholestep.compile": self._settings(),
+            "the parameters": tensor_facts(captured, SlotKind.PARAM),
+            "the buffers": tensor_facts(captured, SlotKind.BUFFER),
+            "the modes of modules": mode_facts(captured.found.modules),
+            "the optimizers": all_optimizer_facts(captured),
+            "what ranks do not share yet": self._unseen(captured, SlotKind.PARAM, SlotKind.BUFFER),
         }
-        answers = self.ranks.exchange(f"{number}/gradients", mine)
-        require_same("the compiled steps", [answer["step"] for answer in answers])
-        require_same("the options of wholestep.compile", [answer["options"] for answer in answers])
-        require_same("the trainable parameters", [answer["parameters"] for answer in answers])
-        everywhere = {name for answer in answers for name in answer["gradients"]}
-        if all(set(answer["gradients"]) == everywhere for answer in answers):
-            return captured, graph
-        with self.ranks.failing_together(f"{number}/zeros"):
-            missing = everywhere - set(mine["gradients"])
-            if missing:
-                logger.info("%d parameters are unused on this rank and get a gradient of zeros", len(missing))
-                captured, graph = capture_step(frozenset(missing))
-            names = [
-                answer["gradients"] for answer in self.ranks.exchange(f"{number}/zeros", {"gradients": _names(graph)})
-            ]
-        require_same("the gradients", [sorted(each) for each in names])
+        self.ranks.require_agreement(f"{number}/step", facts)
+        names = _names(graph)
+        by_rank = self.ranks.exchange(f"{number}/gradients", names)
+        everywhere = {name for each in by_rank for name in each}
+        if not all(set(each) == everywhere for each in by_rank):
+            with self.ranks.failing_together(f"{number}/zeros"):
+                missing = everywhere - set(names)
+                if missing:
+                    logger.info("%d parameters are unused on this rank and get a gradient of zeros", len(missing))
+                    captured, graph = capture_step(frozenset(missing))
+                by_rank = self.ranks.exchange(f"{number}/zeros", _names(graph))
+            require_same("the gradients", [sorted(each) for each in by_rank])
+        self.ranks.require_agreement(f"{number}/update", {"clipping and updates": update_facts(graph)})
         return captured, graph
 
     def _agree_on_plan(self, graph: StepGraph, number: int) -> DataParallelPlan:
         """Rank 0's facts, one link, the same decision everywhere, checked by its fingerprint."""
         is_auto = self.cross_iteration == "auto" and self.ranks.world > 1
         if is_auto and self._link is None:
-            self._link = calibrate_link(self.ranks.group, _device(graph))
+            with self.ranks.telling("the measurement of the link"):
+                self._link = calibrate_link(self.ranks.group, _device(graph))
         with self.ranks.failing_together(f"{number}/facts"):
             facts = None
             if self.ranks.rank == 0:
@@ -208,6 +224,11 @@ class Replicas:
         require_same("the plans", self.ranks.exchange(f"{number}/plan", plan.fingerprint))
         return plan
 
+    @property
+    def name(self) -> str:
+        """The step, as messages call it."""
+        return getattr(self.function, "__qualname__", repr(self.function))
+
     def _settings(self) -> dict[str, Any]:
         return {
             "bucket_mb": self.bucket_mb,
@@ -216,42 +237,35 @@ class Replicas:
             else self.cross_iteration,
             "reduce": self.options.reduce,
             "link": self.options.link,
-            "memory_budget": self.memory_budget,
-            "chunk_loss": self.chunk_loss,
-            "lower": self.lower,
+            **self.others,
         }
 
     def _broadcast_state(self, captured: Capture) -> None:
-        """Give every rank rank 0's parameters and buffers, each once, in messages of moderate size."""
-        fresh = self._unseen(captured, SlotKind.PARAM, SlotKind.BUFFER)
+        """Give every rank rank 0's parameters and buffers, each once, by name, in messages of moderate size."""
+        names = self._unseen(captured, SlotKind.PARAM, SlotKind.BUFFER)
+        fresh: list[torch.Tensor] = [captured.bindings[slot_id].read([]) for slot_id in names]
         if self.ranks.world > 1:
             for tensors in _messages(fresh):
                 _broadcast_together(tensors, self.ranks.group)
         self._broadcast |= {id(tensor): weakref.ref(tensor) for tensor in fresh}
 
-    def _unseen(self, captured: Capture, *kinds: SlotKind) -> list[torch.Tensor]:
-        """Tensors of the step that ranks have not yet been given alike."""
-        slots = captured.graph.slots_of_kind(*kinds)
-        tensors: list[torch.Tensor] = [captured.bindings[slot.id].read([]) for slot in slots]
-        known = [self._broadcast.get(id(tensor)) for tensor in tensors]
-        return [
-            t for t, seen in zip(tensors, known, strict=True) if t.numel() > 0 and (seen is None or seen() is not t)
-        ]
+    def _unseen(self, captured: Capture, *kinds: SlotKind) -> list[str]:
+        """Slots of tensors that ranks have not yet been given alike, in the order of their names."""
+        found: list[str] = []
+        for slot in sorted(captured.graph.slots_of_kind(*kinds)):
+            tensor: torch.Tensor = captured.bindings[slot.id].read([])
+            seen = self._broadcast.get(id(tensor))
+            if tensor.numel() > 0 and (seen is None or seen() is not tensor):
+                found.append(slot.id)
+        return found
 
 
-def _signature(gradients: Sequence[Reducible]) -> str:
-    return ";".join(f"{g.key}:{','.join(g.names)}:{g.wave}:{_type(g.node.meta['val'])}" for g in gradients)
-
-
-def _type(value: torch.Tensor) -> str:
-    return f"{value.dtype}{tuple(value.shape)}{value.stride()}"
-
-
-def _parameters(captured: Capture) -> dict[str, str]:
-    """Type of each trainable parameter by name."""
-    slots = captured.graph.slots_of_kind(SlotKind.PARAM)
-    tensors = {slot.name: captured.bindings[slot.id].read([]) for slot in slots}
-    return {name: _type(tensor) for name, tensor in tensors.items() if tensor.requires_grad}
+def _signature(captured: Capture, graph: StepGraph) -> str:
+    """What a plan is for: gradients, and all that is agreed on and may be another in another capture."""
+    gradients = [
+        f"{g.key}:{','.join(g.names)}:{g.wave}:{describe(g.node.meta['val'])}" for g in reducible_gradients(graph)
+    ]
+    return mark_of([gradients, update_facts(graph), mode_facts(captured.found.modules)])
 
 
 def _names(graph: StepGraph) -> list[str]:

@@ -7,6 +7,7 @@ from collections.abc import Collection, Generator, Mapping
 from typing import Any
 
 import torch
+from torch import fx
 
 from wholestep import _torch, _waiting_torch
 from wholestep.capture.binding import Binding
@@ -53,6 +54,7 @@ class Executable:
             (slot_id, None if slot_id.startswith(f"{SlotKind.CARRY}.") else bindings[slot_id])
             for slot_id in graph.results
         ]
+        self._repeated = _repeated(graph)
         self._step: Step | None = None
         self._corrections: Mapping[str, tuple[int, ...]] = {}
         self._timed: tuple[Step, Stopwatch] | None = None
@@ -86,11 +88,12 @@ class Executable:
             _torch.set_grad_enabled(was_grad_enabled)
         carried: dict[str, Any] = {}
         with _waiting_torch.past_traps():
-            for (slot_id, binding), value in zip(self._results, results, strict=True):
+            for index, ((slot_id, binding), value) in enumerate(zip(self._results, results, strict=True)):
                 if binding is None:
                     carried[slot_id] = value
                 else:
-                    binding.write(value, leaves)  # pyright: ignore[reportAttributeAccessIssue]
+                    own = value.clone() if index in self._repeated else value
+                    binding.write(own, leaves)  # pyright: ignore[reportAttributeAccessIssue]
         return outputs, carried
 
     def finish(self, journal: Journal) -> None:
@@ -156,6 +159,14 @@ class Executable:
 
     def _named_range(self) -> contextlib.AbstractContextManager[Any]:
         return torch.profiler.record_function(self._label) if _torch.is_profiling() else contextlib.nullcontext()
+
+
+def _repeated(graph: StepGraph) -> frozenset[int]:
+    """Results that are the same value as one before them: equal gradients of two parameters are two tensors."""
+    values = list(graph.results.values())
+    return frozenset(
+        index for index, value in enumerate(values) if isinstance(value, fx.Node) and value in values[:index]
+    )
 
 
 def _without_autocast() -> contextlib.AbstractContextManager[Any]:

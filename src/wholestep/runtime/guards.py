@@ -16,13 +16,15 @@ from torch.optim import Optimizer
 
 from wholestep import _torch
 from wholestep.capture import Capture, discover, tree
-from wholestep.capture.binding import FixedTensor
+from wholestep.capture.binding import Argument, FixedTensor
+from wholestep.capture.capture import argument_paths
+from wholestep.capture.record import Difference
+from wholestep.capture.record.places import Rooted, Step, is_plain, same
 from wholestep.graph import SlotKind
 
-_SCALARS = (bool, int, float, str, type(None))
 _MIN_SYMBOLIC_SIZE = 2
 
-Check = Callable[["Call"], str | None]
+Check = Callable[["Call"], str | Difference | None]
 
 
 @dataclass(frozen=True)
@@ -52,12 +54,15 @@ def make_guards(capture: Capture, call: Call) -> list[Check]:
     return [
         _arguments_guard(capture, call),
         _environment_guard(),
-        *[_module_guard(name, module) for name, module in capture.found.modules.items()],
-        *[_optimizer_guard(name, optimizer) for name, optimizer in capture.found.optimizers.items()],
+        *[_structure_guard(name, module) for name, module in capture.found.modules.items()],
+        *[
+            _optimizer_guard(name, optimizer, capture.recording.symbolic)
+            for name, optimizer in capture.found.optimizers.items()
+        ],
         _parameters_guard(capture),
         _rebindable_guard(capture),
         _gradients_guard(capture),
-        _free_values_guard(capture),
+        _argument_gradients_guard(capture, call),
     ]
 
 
@@ -68,7 +73,8 @@ def tensor_type(tensor: torch.Tensor) -> tuple[Any, ...]:
 
 def _arguments_guard(capture: Capture, call: Call) -> Check:
     """Structure, plain values, and tensor types; dimension 0 of dynamic leaves may vary together."""
-    dynamic, spec = capture.dynamic_leaves, call.spec
+    dynamic, spec, symbolic = capture.dynamic_leaves, call.spec, capture.recording.symbolic
+    ways = argument_paths(call.args, call.kwargs)
     expected: list[Any] = []
     for index, leaf in enumerate(call.leaves):
         if not isinstance(leaf, torch.Tensor):
@@ -81,7 +87,7 @@ def _arguments_guard(capture: Capture, call: Call) -> Check:
     shares_like_before = _sharing(capture, call)
     batch_sizes = _BatchSizes(capture) if dynamic else None
 
-    def check(now: Call) -> str | None:
+    def check(now: Call) -> str | Difference | None:
         if now.spec != spec:
             return "the structure of the arguments changed (other keys, lengths or container types)"
         sizes: set[int] = set()
@@ -89,8 +95,15 @@ def _arguments_guard(capture: Capture, call: Call) -> Check:
             if isinstance(leaf, torch.Tensor) is not tensors[index]:
                 return f"{now.path(index)} was a tensor before and is none now, or the other way round"
             if not tensors[index]:
-                if not _same_value(leaf, expected[index]):
-                    return f"{now.path(index)} changed from {expected[index]!r} to {leaf!r}"
+                if ways[index] in symbolic:
+                    if type(leaf) is not type(expected[index]):
+                        return f"{now.path(index)} changed from {expected[index]!r} to {leaf!r}"
+                elif is_plain(expected[index]) and not same(leaf, expected[index]):
+                    reason = f"{now.path(index)} changed from {expected[index]!r} to {leaf!r}"
+                    are_numbers = type(leaf) is type(expected[index]) and type(leaf) in (int, float)
+                    return Difference(reason, [ways[index]] if are_numbers else [])
+                elif isinstance(expected[index], (nn.Module, Optimizer)) and leaf is not expected[index]:
+                    return f"{now.path(index)} is another {type(leaf).__name__} than before"
                 continue
             found = tensor_type(leaf)
             if index in dynamic:
@@ -182,66 +195,42 @@ def environment() -> dict[str, Any]:
     }
 
 
-def _module_guard(name: str, root: nn.Module) -> Check:
-    """Structure, train/eval mode and all attributes of every submodule, and of configuration objects they hold."""
-    modules = list(root.named_modules(remove_duplicate=False))
-    holders: dict[int, tuple[str, dict[str, Any], dict[str, Any]]] = {}
-    containers: list[tuple[str, dict[str, Any], str, Any]] = []
-    for path, module in modules:
-        owner = path or name
-        holders[id(module)] = (owner, vars(module), dict(vars(module)))
-        for key, value in vars(module).items():
-            if isinstance(value, (list, dict)) and not key.startswith("_"):
-                containers.append((owner, vars(module), key, discover.fingerprint(value)))
-            elif discover.is_plain_object(value) and not key.startswith("_"):
-                holders.setdefault(id(value), (f"{owner}.{key}", vars(value), dict(vars(value))))
-    structure = [(module, tuple(module.named_children()), _torch.num_hooks(module)) for _, module in modules]
+def _structure_guard(name: str, root: nn.Module) -> Check:
+    """Submodules and hooks of every module."""
+    modules = [module for _, module in root.named_modules(remove_duplicate=False)]
+    children = [_torch.own_modules(module) for module in modules]
+    expected = [dict(own) for own in children]
+    num_hooks = [_torch.num_hooks(module) for module in modules]
+    last_hook = _torch.num_hooks_ever()
 
     def check(_: Call) -> str | None:
-        for owner, attributes, expected in holders.values():
-            if not _equal(attributes, expected):
-                return _attribute_difference(owner, attributes, expected)
-        for owner, attributes, key, expected in containers:
-            if discover.fingerprint(attributes.get(key)) != expected:
-                return f"'{key}' of module '{owner}' changed"
-        for module, children, num_hooks in structure:
-            if tuple(module.named_children()) != children:
-                return f"the submodules of '{name}' changed"
-            if _torch.num_hooks(module) != num_hooks:
-                return f"hooks were added to or removed from a module of '{name}'"
+        nonlocal last_hook
+        if children != expected:
+            return f"the submodules of '{name}' changed"
+        if _torch.num_hooks_ever() == last_hook and not any(map(any, num_hooks)):
+            return None
+        if [_torch.num_hooks(module) for module in modules] != num_hooks:
+            return f"hooks were added to or removed from a module of '{name}'"
+        last_hook = _torch.num_hooks_ever()
         return None
 
     return check
 
 
-def _equal(now: Any, expected: Any) -> bool:
-    """Equality that takes an undecidable comparison (of two tensors, say) for a difference."""
-    try:
-        return bool(now == expected)
-    except (RuntimeError, ValueError, TypeError):
-        return False
+def fits(expected: torch.Tensor, found: Any) -> bool:
+    """Whether a tensor may take the place of another one."""
+    return found is expected or (type(found) is type(expected) and tensor_type(found) == tensor_type(expected))
 
 
-def _attribute_difference(owner: str, now: dict[str, Any], expected: dict[str, Any]) -> str:
-    for key in {**expected, **now}:
-        if key not in now:
-            return f"attribute '{key}' of module '{owner}' is gone"
-        if key not in expected:
-            return f"module '{owner}' has a new attribute '{key}'"
-        if not _equal(now[key], expected[key]):
-            return f"'{key}' of module '{owner}' changed from {expected[key]!r} to {now[key]!r}"
-    return f"an attribute of module '{owner}' changed"
-
-
-def _optimizer_guard(name: str, optimizer: Optimizer) -> Check:
-    """Parameter groups, every option but the learning rate's value, and which state exists."""
+def _optimizer_guard(name: str, optimizer: Optimizer, symbolic: frozenset[tuple[Any, ...]]) -> Check:
+    """Parameter groups, every option but learning rates and numbers that may change, and which state exists."""
     groups = [(list(group["params"]), _options(group)) for group in optimizer.param_groups]
     members = [p for params, _ in groups for p in params]
     num_hooks = _torch.num_hooks(optimizer)
     rates = _shared_rates(optimizer)
     state_keys = [tuple(optimizer.state[p]) if p in optimizer.state else () for p in members]
 
-    def check(_: Call) -> str | None:
+    def check(_: Call) -> str | Difference | None:
         if _torch.num_hooks(optimizer) != num_hooks:
             return f"hooks were added to or removed from {name}"
         if len(optimizer.param_groups) != len(groups):
@@ -250,17 +239,49 @@ def _optimizer_guard(name: str, optimizer: Optimizer) -> Check:
             if len(group["params"]) != len(params) or not all(map(operator.is_, group["params"], params)):
                 return f"the parameters of {name}.param_groups[{index}] changed"
             if (now := _options(group)) != options:
-                changed = next(key for key in {**options, **now} if now.get(key) != options.get(key))
-                return (
-                    f"'{changed}' of {name}.param_groups[{index}] changed from {options.get(changed)!r} "
-                    f"to {now.get(changed)!r}"
-                )
+                path = (Rooted(optimizer), (Step.ATTRIBUTE, "param_groups"), (Step.ITEM, index))
+                difference = _option_difference(f"{name}.param_groups[{index}]", options, now, path, symbolic)
+                if difference is not None:
+                    return difference
         if _shared_rates(optimizer) != rates:
             return f"parameter groups of {name} share their learning rate tensor in another way"
         keys = [tuple(optimizer.state[p]) if p in optimizer.state else () for p in members]
         return None if keys == state_keys else f"the state of {name} has other entries than before"
 
     return check
+
+
+def _option_difference(
+    owner: str,
+    expected: dict[str, Any],
+    now: dict[str, Any],
+    path: tuple[Any, ...],
+    symbolic: frozenset[tuple[Any, ...]],
+) -> Difference | None:
+    """The first option that changed, but for numbers that may; and the paths of all numbers that changed."""
+    reasons: list[str] = []
+    numbers: list[tuple[Any, ...]] = []
+    for key in {**expected, **now}:
+        old, new = expected.get(key), now.get(key)
+        pairs = _paired(old, new)
+        for step, before, after in pairs:
+            place = (*path, (Step.ITEM, key), *step)
+            are_numbers = type(before) is type(after) and type(before) in (int, float)
+            if same(before, after) or (place in symbolic and are_numbers):
+                continue
+            reasons.append(f"'{key}' of {owner} changed from {old!r} to {new!r}")
+            if are_numbers:
+                numbers.append(place)
+            else:
+                return Difference(reasons[-1])
+    return Difference(reasons[0], numbers) if reasons else None
+
+
+def _paired(old: Any, new: Any) -> list[tuple[tuple[Any, ...], Any, Any]]:
+    """The parts of two options that correspond: items of tuples (betas), or the options themselves."""
+    if type(old) is tuple and type(new) is tuple and len(old) == len(new):
+        return [(((Step.ITEM, index),), a, b) for index, (a, b) in enumerate(zip(old, new, strict=True))]
+    return [((), old, new)]
 
 
 def _shared_rates(optimizer: Optimizer) -> list[int]:
@@ -325,15 +346,24 @@ def _gradients_guard(capture: Capture) -> Check:
     return check
 
 
-def _free_values_guard(capture: Capture) -> Check:
-    """Whatever the step reads from its closure, globals and objects."""
-    free_values = list(capture.found.free_values.items())
+def _argument_gradients_guard(capture: Capture, call: Call) -> Check:
+    """Which arguments have a gradient before the call: a backward adds to it, or makes one.
 
-    def check(_: Call) -> str | None:
-        for name, free in free_values:
-            if free.has_changed():
-                return f"'{name}', which the step reads from outside, changed from {free.value!r} to {free.read()!r}"
-        return None
+    Parameters among the arguments are left to `_gradients_guard`.
+    """
+    bound = [capture.bindings[slot.id] for slot in capture.graph.slots_of_kind(SlotKind.BATCH)]
+    own = [where.index for where in bound if isinstance(where, Argument)]
+    trainable = [index for index in own if call.leaves[index].requires_grad]
+    expected = [call.leaves[index].grad is None for index in trainable]
+
+    def check(now: Call) -> str | None:
+        found = [now.leaves[index].grad is None for index in trainable]
+        if found == expected:
+            return None
+        index, is_none = next(
+            (index, new) for index, old, new in zip(trainable, expected, found, strict=True) if old != new
+        )
+        return f"{now.path(index)}.grad is {'None' if is_none else 'set'} before the call, unlike at capture"
 
     return check
 
@@ -363,12 +393,6 @@ def _rebindable_guard(capture: Capture) -> Check:
 def _loose_type(value: Any) -> tuple[Any, ...]:
     """The type of a tensor slot; a number kept in the optimizer state is an input whatever its value."""
     return tensor_type(value)[:4] if isinstance(value, torch.Tensor) else (type(value),)
-
-
-def _same_value(now: Any, expected: Any) -> bool:
-    if now is expected:
-        return True
-    return type(now) is type(expected) and isinstance(now, _SCALARS) and now == expected
 
 
 def _type_difference(expected: tuple[Any, ...], found: tuple[Any, ...]) -> str:

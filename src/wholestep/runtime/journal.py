@@ -130,4 +130,5 @@ def writes(node: fx.Node) -> bool:
 
 def at_once(node: fx.Node, function: Callable[..., Any]) -> Callable[..., Any]:
     """The function, or one that does the same without any Python in between where that matters."""
-    return _torch.direct_call(node.target) if writes(node) and isinstance(function, types.FunctionType) else function
+    matters = node.target is ops.WAIT or (writes(node) and isinstance(function, types.FunctionType))
+    return _torch.direct_call(node.target) if matters else function

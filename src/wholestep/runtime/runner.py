@@ -30,11 +30,14 @@ from wholestep.passes import (
     PadLogits,
     Pass,
     Pipeline,
+    dump_graphs,
     mark_logits,
+    new_dump_folder,
     run_passes,
 )
 from wholestep.remat import MemoryStudy, RematPlan, StepBudget, Survey, fit_lowered_step, fit_step, readable
 from wholestep.runtime import differential
+from wholestep.runtime.arguments import refuse_tensor_keys
 from wholestep.runtime.data_parallel import DataParallel, Replicas
 from wholestep.runtime.dry_run import DryRun, ImaginedReplicas, uncompiled_regions
 from wholestep.runtime.guards import Call, tensor_type
@@ -97,6 +100,13 @@ def _local_moves(cross_iteration: str | tuple[str, ...]) -> list[Pass]:
     return [SplitOptimizer(apart=names), Rotate(names=names)] if names else [Rotate()]
 
 
+def _by_name(graphs: IterationGraphs) -> dict[str, StepGraph]:
+    """The graphs that run, which are one if nothing crosses from one call to the next."""
+    if graphs.main is graphs.setup:
+        return {"step": graphs.main}
+    return {"setup": graphs.setup, "main": graphs.main, "cleanup": graphs.cleanup, "flush": graphs.flush}
+
+
 def _is_on_cuda(graph: StepGraph) -> bool:
     values = [node.meta["val"] for node in graph.placeholders().values()]
     return any(isinstance(value, torch.Tensor) and value.device.type == "cuda" for value in values)
@@ -122,6 +132,8 @@ class StepRunner:
         self._replicas: Replicas | None = None
         self._num_attempts = 0
         self._is_lowered = False
+        self._numbers: set[tuple[Any, ...]] = set()
+        """Paths of Python numbers that have changed from one call to another."""
         self._takes_last = discover.has_argument(function, "last")
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -135,6 +147,8 @@ class StepRunner:
         try:
             flush_others(None if self._current is None else self._current.rotation.pending)
             chosen = self._choose(call)
+            if self._replicas is not None:
+                self._replicas.compare_options(chosen.capture, self._num_attempts)
             self._num_calls += 1
             if self._num_calls <= self.options.verify:
                 flush_all()
@@ -257,21 +271,32 @@ class StepRunner:
 
     def _choose(self, call: Call) -> Specialization:
         """The specialisation that fits the call: the last one, another known one, or a new capture."""
-        reason = None
+        difference = None
         if self._current is not None:
-            reason = self._current.check(call)
-            if reason is None:
+            difference = self._current.check(call)
+            if difference is None:
                 return self._current
             self._current.rotation.pending.settle()
         for known in reversed(self._specializations):
-            if known is not self._current and known.check(call) is None:
+            if known is self._current:
+                continue
+            other = known.check(call)
+            if other is None:
                 self._current = known
                 return known
-        self._current = self._compile(call, reason)
+            self._numbers.update(other.numbers)
+        if difference is not None:
+            self._numbers.update(difference.numbers)
+        self._current = self._compile(call, None if difference is None else difference.reason)
+        broken = self._current.begin(call)
+        if broken is not None:
+            raise GuardError(f"{self._name} does something else each time it is captured: {broken.reason}")
         return self._current
 
     def _compile(self, call: Call, reason: str | None) -> Specialization:
         started = time.perf_counter()
+        refuse_tensor_keys(call.spec)
+        dump_dir = self.options.dump_dir and new_dump_folder(self.options.dump_dir, self._name)
         rewrite, finish = _cut(self.options.pipeline)
 
         device = None if self.options.dry_run is None else self.options.dry_run.device
@@ -283,10 +308,10 @@ class StepRunner:
         def capture_step(zero_gradients: frozenset[str]) -> tuple[Capture, StepGraph]:
             nonlocal memory, survey
             captured = self._capture(call, zero_gradients)
-            graph = run_passes(captured.graph, rewrite, dump_dir=self.options.dump_dir)
+            graph = run_passes(captured.graph, rewrite, dump_dir=dump_dir)
             self._is_lowered = self._lowers(graph)
             if self._is_lowered and _is_on_cuda(graph):
-                graph = run_passes(graph, [PadLogits()], dump_dir=self.options.dump_dir)
+                graph = run_passes(graph, [PadLogits()], dump_dir=dump_dir)
             elif self._is_lowered and self.options.keep_heap:
                 keep_freed_memory()
             is_planned = self.options.memory_budget is not None or captured.num_checkpoint_regions > 0
@@ -294,14 +319,14 @@ class StepRunner:
             graph = run_passes(
                 graph,
                 [*chunking, *([LossGradient(), Masks(), Decompose()] if self._is_lowered else [])],
-                dump_dir=self.options.dump_dir,
+                dump_dir=dump_dir,
             )
             if self._is_lowered:
                 remat, memory = fit_lowered_step(graph, self.options.memory_budget, device)
-                graph = run_passes(graph, [remat], dump_dir=self.options.dump_dir)
+                graph = run_passes(graph, [remat], dump_dir=dump_dir)
             elif is_planned:
                 remat, memory, survey = fit_step(graph, self.options.memory_budget, finish_copy, device)
-                graph = run_passes(graph, [remat], dump_dir=self.options.dump_dir)
+                graph = run_passes(graph, [remat], dump_dir=dump_dir)
             return captured, graph
 
         with _garbage_collection_paused():
@@ -315,7 +340,7 @@ class StepRunner:
                 captured, graph, plan = replicas.prepare(capture_step, self._num_attempts)
                 passes = replicas.passes(plan)
                 finish = Pipeline((*finish.passes, FillBuckets())) if finish.passes else finish
-            graph = run_passes(graph, passes, dump_dir=self.options.dump_dir)
+            graph = run_passes(graph, passes, dump_dir=dump_dir)
             finish = Pipeline((Lower(), *finish.passes, WriteRegions())) if self._is_lowered else finish
             rotation = Rotation(
                 graph,
@@ -323,8 +348,10 @@ class StepRunner:
                 captured,
                 self._name,
                 cuda_graphs=self.options.cuda_graphs,
-                dump_dir=self.options.dump_dir,
+                dump_dir=dump_dir,
             )
+            if dump_dir is not None:
+                dump_graphs(dump_dir, _by_name(rotation.graphs))
             fresh = Specialization(captured, rotation, call, plan, self._finished(memory, rotation), survey)
         self._num_captures += 1
         self._remember(fresh)
@@ -386,13 +413,19 @@ class StepRunner:
         if self._replicas is None:
             self._replicas = Replicas(
                 options,
-                self._name,
-                self.options.bucket_mb,
-                self.options.cross_iteration,
-                self.options.agreement_timeout_s,
-                None if self.options.memory_budget is None else str(self.options.memory_budget),
-                self.options.chunk_loss,
-                self.options.lower,
+                self._function,
+                said.bucket_mb,
+                said.cross_iteration,
+                said.agreement_timeout_s,
+                {
+                    "memory_budget": None if said.memory_budget is None else str(said.memory_budget),
+                    "chunk_loss": said.chunk_loss,
+                    "lower": said.lower,
+                    "cuda_graphs": said.cuda_graphs,
+                    "passes": str(said.pipeline),
+                    "max_iters": said.max_iters,
+                    "verify": said.verify,
+                },
             )
         return self._replicas
 
@@ -406,14 +439,19 @@ class StepRunner:
     def _capture(self, call: Call, zero_gradients: frozenset[str]) -> Capture:
         """Capture with a symbolic batch where that is wanted and possible, with the sizes as they are otherwise."""
         dynamic_leaves = self._dynamic_leaves(call)
+        # Ranks must run the same graph, so that none of them may look at its own batch.
+        captured_with = functools.partial(
+            capture,
+            zero_gradients=zero_gradients,
+            numbers=frozenset(self._numbers),
+            answers=self.options.data_parallel is None,
+        )
         try:
-            return capture(
-                call.function, call.args, call.kwargs, dynamic_leaves=dynamic_leaves, zero_gradients=zero_gradients
-            )
+            return captured_with(call.function, call.args, call.kwargs, dynamic_leaves=dynamic_leaves)
         except CaptureError as error:
             if not dynamic_leaves:
                 raise
-            captured = capture(call.function, call.args, call.kwargs, zero_gradients=zero_gradients)
+            captured = captured_with(call.function, call.args, call.kwargs)
             logger.warning("%s cannot have a dynamic batch, each size is captured apart: %s", self._name, error)
             self._static_only = True
             return captured

@@ -8,12 +8,14 @@ import torch
 
 from wholestep import _torch, _waiting_torch
 from wholestep.capture import Capture
+from wholestep.capture.record import Broken, Difference, Filling, ReadGuard
 from wholestep.comm.plan import DataParallelPlan
 from wholestep.errors import CaptureError
 from wholestep.graph import StepGraph
 from wholestep.remat import RematPlan, Survey
-from wholestep.runtime.guards import Call, Check, make_guards, tensor_type
+from wholestep.runtime.guards import Call, Check, fits, make_guards, tensor_type
 from wholestep.runtime.measured import Measured
+from wholestep.runtime.questions import question_guards
 from wholestep.runtime.rotation import Rotation
 
 
@@ -43,19 +45,43 @@ class Specialization:
         self.num_runs = 0
         self.leaf_types = {i: tensor_type(leaf) for i, leaf in enumerate(call.leaves) if isinstance(leaf, torch.Tensor)}
         self._install_initial_state()
-        self._guards: list[Check] = make_guards(capture, call)
+        self._guards: list[Check] = [*make_guards(capture, call), *question_guards(capture)]
+        self._reads = ReadGuard(list(capture.recording.roots), fits)
 
     @property
     def graph(self) -> StepGraph:
         return self.rotation.graph
 
-    def check(self, call: Call) -> str | None:
-        """None if the call fits, otherwise the first thing that differs."""
+    def check(self, call: Call) -> Difference | None:
+        """None if the call fits, otherwise the first thing that differs.
+
+        The numbers of the call are computed then, and whatever the step draws from Python has been drawn.
+        """
         with _waiting_torch.past_traps():  # to look at a tensor's type is not to look at its value
             for guard in self._guards:
-                reason = guard(call)
-                if reason is not None:
-                    return reason
+                difference = guard(call)
+                if difference is not None:
+                    return difference if isinstance(difference, Difference) else Difference(difference)
+            difference = self._reads.check(call)
+        return self.compute_numbers(call) if difference is None else difference
+
+    def begin(self, call: Call) -> Difference | None:
+        """What `check` does besides checking, for the call that the step was captured with."""
+        self._reads.call_cached_functions()
+        return self.compute_numbers(call)
+
+    def compute_numbers(self, call: Call) -> Difference | None:
+        recording = self.capture.recording
+        if recording.program.is_empty:
+            return None
+        try:
+            numbers = recording.program.run(call)
+        except Broken as broken:
+            return Difference(
+                f"a number that the step reads or draws leads elsewhere{f' ({broken})' if str(broken) else ''}"
+            )
+        recording.numbers.clear()
+        recording.numbers.update(numbers)
         return None
 
     def run(self, call: Call, *, is_last: bool = False, number: int = 0) -> Any:
@@ -73,7 +99,12 @@ class Specialization:
         for optimizer in self.capture.stepped:
             _torch.mark_stepped(optimizer)
         self.num_runs += 1
-        return self.capture.outputs.fill(outputs, call.leaves)
+        recording = self.capture.recording
+        filling = Filling(_distinct(outputs), call.leaves, recording.numbers, call)
+        result = self.capture.outputs.fill(filling)
+        if recording.effects:
+            recording.effects.perform(filling)
+        return result
 
     def _install_initial_state(self) -> None:
         for optimizer, parameter, entries in self.capture.initial_state:
@@ -83,3 +114,16 @@ class Specialization:
         """Undo what preparing the first run did to the optimizers."""
         for optimizer, parameter, _ in self.capture.initial_state:
             optimizer.state.pop(parameter, None)
+
+
+def _distinct(outputs: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Two values of the step that are one of the graph's (`loss` and `loss.detach()`) are two tensors in one memory."""
+    if len(outputs) < 2 or len(set(map(id, outputs))) == len(outputs):
+        return outputs
+    seen: set[int] = set()
+    result: list[Any] = []
+    for output in outputs:
+        is_again = isinstance(output, torch.Tensor) and id(output) in seen
+        result.append(output.detach() if is_again else output)
+        seen.add(id(output))
+    return tuple(result)

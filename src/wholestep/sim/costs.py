@@ -17,6 +17,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from wholestep._output import write_output
 from wholestep.cost import DeviceModel, Link
 from wholestep.errors import SimulationError, WholestepError
 from wholestep.pipe.files import strict_json
@@ -159,7 +160,7 @@ class CostModel:
 
     def save(self, path: Path) -> None:
         """Write a file that `load` reads."""
-        path.write_text(self.to_json(), encoding="utf-8")
+        write_output(path, self.to_json())
 
 
 def _cost_model(body: dict[str, Any], what: str) -> CostModel:

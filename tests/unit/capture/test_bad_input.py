@@ -196,7 +196,7 @@ def asks_the_norm(model: nn.Module, optimizer: Optimizer, features: Tensor, targ
 
 class BranchingInside(SmallNet):
     def forward(self, features: Tensor) -> Tensor:
-        if features.mean() > 0:  # refused
+        if self.first.weight.mean() > 0:  # refused
             features = features * 2
         return super().forward(features)
 
@@ -269,7 +269,7 @@ def finds_unique(model: nn.Module, optimizer: Optimizer, features: Tensor, targe
 
 
 def compares(model: nn.Module, optimizer: Optimizer, features: Tensor, targets: Tensor) -> Any:
-    return mse_step(model, optimizer, features, targets), torch.equal(features, targets)  # refused
+    return torch.equal(mse_step(model, optimizer, features, targets), targets)  # refused
 
 
 @pytest.mark.parametrize("step", [masks, finds_unique, compares])
@@ -353,19 +353,19 @@ def test_no_model_at_all() -> None:
     assert f"{__file__}:{step.__code__.co_firstlineno}" in str(error)
 
 
-def test_a_parameter_of_a_model_that_is_not_given() -> None:
+def test_a_trainable_tensor_of_no_model() -> None:
     class Box:
-        __slots__ = ("model",)
+        __slots__ = ("weight",)
 
     box = Box()
-    box.model = SmallNet()
+    box.weight = nn.Parameter(torch.ones(3))
 
     def step(model: nn.Module, optimizer: Optimizer, features: Tensor, targets: Tensor) -> Tensor:
-        return mse_step(lambda inputs: model(inputs) + box.model(inputs), optimizer, features, targets)
+        return mse_step(lambda inputs: model(inputs) * box.weight, optimizer, features, targets)
 
     assert_refused(
         step,
-        "the step uses a trainable tensor of shape [5, 4] that belongs to no model it was given",
+        "the step uses a trainable tensor of shape [3] that belongs to no model it was given",
         "Pass the module that owns it as an argument of the train step",
     )
 
@@ -524,7 +524,7 @@ def test_an_exception_in_the_middle_of_the_optimizer() -> None:
 def test_an_exception_in_the_forward_leaves_no_cache_on_the_module() -> None:
     class Caching(SmallNet):
         def forward(self, features: Tensor) -> Tensor:
-            if torch.compiler.is_compiling():
+            if type(features) is not Tensor:
                 self.cache = features * torch.rand(())
                 self.register_buffer("late", torch.ones(1))
                 raise KeyError("missing")  # refused
@@ -688,12 +688,6 @@ def sets_an_option(model: SmallNet, optimizer: Optimizer, features: Tensor, targ
     return loss
 
 
-def stays_in_eval(model: SmallNet, optimizer: Optimizer, features: Tensor, targets: Tensor) -> Tensor:
-    loss = mse_step(lambda inputs: F.dropout(model(inputs), 0.5, model.training), optimizer, features, targets)
-    model.eval()
-    return loss
-
-
 def stays_frozen(model: SmallNet, optimizer: Optimizer, features: Tensor, targets: Tensor) -> Tensor:
     loss = mse_step(model, optimizer, features, targets)
     model.second.requires_grad_(False)
@@ -718,7 +712,6 @@ def replaces_a_parameter(model: SmallNet, optimizer: Optimizer, features: Tensor
         (sets_the_rate, "the step changes an option, count or learning rate of optimizer (Adam)"),
         (decays_the_rate, "the step changes an option, count or learning rate of optimizer (Adam)"),
         (sets_an_option, "the step changes an option, count or learning rate of optimizer (Adam)"),
-        (stays_in_eval, "the step leaves 'model' in another mode. Call train() and eval() outside of it"),
         (stays_frozen, "the step changes requires_grad of 'second.weight'. Freeze parameters outside the step"),
         (forgets_its_state, "the step removes state of optimizer. Reset optimizer state outside the step"),
         (replaces_a_parameter, "the step replaces parameter 'first.weight'"),
@@ -726,16 +719,3 @@ def replaces_a_parameter(model: SmallNet, optimizer: Optimizer, features: Tensor
 )
 def test_changes_to_python_state(step: Step, message: str) -> None:
     assert_refused(step, message, __file__)
-
-
-def test_a_tensor_cached_on_a_module() -> None:
-    def step(model: Any, optimizer: Optimizer, features: Tensor, targets: Tensor) -> Tensor:
-        loss = mse_step(model, optimizer, features, targets)
-        model.last_loss = loss.detach()
-        return loss
-
-    assert_refused(
-        step,
-        "the forward stores a tensor in attribute 'last_loss' of module 'SmallNet'",
-        "Register it as a buffer, or return it from the step",
-    )

@@ -191,7 +191,7 @@ def test_regions_are_dumped(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> 
     compile_with(monkeypatch)
     monkeypatch.setenv("WHOLESTEP_DUMP_DIR", str(tmp_path))
     step = trained(in_groups("adamw"))
-    files = {path.stem: path.read_text() for path in (tmp_path / "regions").iterdir()}
+    files = {path.stem: path.read_text() for path in next(tmp_path.iterdir()).joinpath("regions").iterdir()}
     assert files.keys() == {item.name for item in regions_of(step.graph)}
     [update] = updates(step)
     text = files[update.name]

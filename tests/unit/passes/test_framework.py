@@ -11,15 +11,27 @@ from typing import Any, ClassVar
 
 import pytest
 import torch
+import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.optim import SGD, Optimizer
 
+import wholestep
 from wholestep.capture import capture
-from wholestep.errors import GraphError, PassError
+from wholestep.errors import GraphError, PassError, SettingsError
 from wholestep.graph import StepGraph
-from wholestep.passes import DEFAULT_PIPELINE, Pass, Pipeline, base, manager, register, registered, run_passes
+from wholestep.passes import (
+    DEFAULT_PIPELINE,
+    Pass,
+    Pipeline,
+    base,
+    manager,
+    new_dump_folder,
+    register,
+    registered,
+    run_passes,
+)
 
 aten = torch.ops.aten
 
@@ -310,6 +322,47 @@ def test_each_pass_leaves_its_graphs_and_their_difference_in_the_dump_folder(gra
     removed = [text for text in texts["01_simplify.diff"].splitlines() if text.startswith("-    detach")]
     assert removed
     assert all(f"{text[1:]}\n" in before and f"{text[1:]}\n" not in between for text in removed)
+
+
+def test_captures_do_not_write_over_each_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """F9: another capture, another step of the same name and another run each have a folder, with what runs in it."""
+    monkeypatch.setenv("WHOLESTEP_DUMP_DIR", str(tmp_path / "dumps"))
+
+    def train_step(model: nn.Module, optimizer: Optimizer, x: torch.Tensor) -> torch.Tensor:
+        optimizer.zero_grad()
+        loss = model(x).square().mean()
+        loss.backward()
+        optimizer.step()
+        return loss
+
+    model = nn.Linear(4, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    first = wholestep.compile(train_step, dynamic_batch=False)
+    texts: list[str] = []
+    for rows in (3, 5):
+        first(model, optimizer, torch.randn(rows, 4))
+        texts.append(str(first.graph))
+    second = wholestep.compile(train_step, cross_iteration="all")
+    second(model, optimizer, torch.randn(3, 4))
+    second.flush()
+    folders = sorted((tmp_path / "dumps").iterdir())
+    assert [folder.name.rpartition("-")[2] for folder in folders] == ["1", "2", "3"]
+    assert [(folder / "step.py").read_text() for folder in folders[:2]] == texts
+    assert texts[0] != texts[1]
+    loop = {name: (folders[2] / f"{name}.py").read_text() for name in ("setup", "main", "cleanup", "flush")}
+    assert loop == {name: str(graph) for name, graph in vars(second.iteration).items()}
+
+
+def test_a_dump_folder_that_cannot_be_made(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(SettingsError, match=r"graphs cannot be written to .*: "):
+        new_dump_folder(tmp_path / "file", "train_step")
+
+
+def test_dump_folders_of_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(dist, "get_rank", lambda: 3)
+    assert new_dump_folder(tmp_path, "Trainer.<locals>.step").name == "rank3-Trainer_locals_step-1"
 
 
 def test_nothing_is_written_without_a_dump_folder(

@@ -7,6 +7,7 @@ import re
 import threading
 import time
 from collections.abc import Callable, Iterator
+from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -18,7 +19,7 @@ from torch.distributed import FileStore, HashStore  # pyright: ignore[reportPriv
 from wholestep import _torch
 from wholestep.errors import RankError, WholestepError
 from wholestep.runtime import agreement
-from wholestep.runtime.agreement import Ranks, require_same
+from wholestep.runtime.agreement import Ranks, is_due, require_same
 
 Run = Callable[[Ranks], Any]
 
@@ -149,6 +150,21 @@ def test_after_a_failure_the_next_attempt_starts_afresh() -> None:
     assert answers == [[0, 1]] * 2
 
 
+@pytest.mark.usefixtures("store")
+def test_a_rank_that_fails_is_heard_at_a_later_moment_of_the_call() -> None:
+    """Some had nothing to compile and have gone on."""
+
+    def run(ranks: Ranks) -> Any:
+        if ranks.rank:
+            return ranks.exchange("4/options", "fine")
+        with ranks.failing_together("4/step"):
+            raise ValueError("no such layer")
+
+    results = together(ranks_of(2), run)
+    assert isinstance(results[0], ValueError)
+    assert str(results[1]) == "rank 0 could not compile the step: no such layer"
+
+
 # Silence
 
 
@@ -205,6 +221,28 @@ def test_differences_are_named(by_rank: list[Any], text: str) -> None:
     assert str(caught.value) == f"the options differ between ranks: {text}"
 
 
+@pytest.mark.usefixtures("store")
+def test_facts_are_compared_by_marks_and_named_in_full() -> None:
+    facts = {"the parameters": {"a": "(3,)", "b": "(4,)"}, "the optimizers": {"lr": 0.1}}
+    assert together(ranks_of(3), lambda ranks: ranks.require_agreement("1/step", facts)) == [None] * 3
+    turned = {"the optimizers": {"lr": 0.1}, "the parameters": {"b": "(4,)", "a": "(3,)"}}
+    by_name = together(
+        ranks_of(2), lambda r: r.require_agreement("2/step", facts), lambda r: r.require_agreement("2/step", turned)
+    )
+    assert by_name == [None, None]
+    other = facts | {"the optimizers": {"lr": 0.2}}
+    results = together(
+        ranks_of(2), lambda r: r.require_agreement("3/step", facts), lambda r: r.require_agreement("3/step", other)
+    )
+    text = "the optimizers differ between ranks: lr is 0.1 on rank 0 and 0.2 on rank 1"
+    assert [str(result) for result in results] == [text] * 2
+
+
+def test_what_changes_with_every_call_is_compared_now_and_then() -> None:
+    due = [number for number in range(5000) if is_due(number)]
+    assert due == [2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 3072, 4096]
+
+
 # A real group
 
 
@@ -224,3 +262,22 @@ def test_steps_of_a_group_are_numbered(group: dist.ProcessGroup) -> None:
     assert second.exchange("facts", 2) == [2]
     other: Any = dist.new_group([0])
     assert Ranks.of(other, 3.0).number == 1
+
+
+def test_a_life_of_its_own_for_every_group_and_every_restart(
+    group: dist.ProcessGroup, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A store may outlive both: what the dead have written there is not read."""
+    room = Ranks.of(group, 3.0).room
+    agreement._rooms.clear()  # as in a process that makes its group anew
+    assert Ranks.of(group, 3.0).room != room
+    agreement._rooms.clear()
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
+    restarted = Ranks.of(group, 3.0)
+    assert (restarted.number, restarted.room) == (1, "wholestep/1/0/1")
+
+
+def test_nobody_waits_longer_than_the_group(group: dist.ProcessGroup) -> None:
+    assert Ranks.of(group, 3.0).timeout_s == 3.0
+    dist.distributed_c10d._set_pg_timeout(timedelta(seconds=7))
+    assert Ranks.of(group, 300.0).timeout_s == 7.0

@@ -196,6 +196,9 @@ def test_a_wrong_step_is_refused_with_the_names_of_what_differs() -> None:
     assert message.startswith("step 1 differs from eager in 2 values: grad.first.weight by ")
     assert "param.first.weight by " in message
     assert "state before the step has been restored" in message
+    assert "the first op that differs is mul (backward of first" in message
+    assert "eager runs no such op" in message
+    assert "report" not in message
 
 
 def test_the_step_that_went_wrong_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:

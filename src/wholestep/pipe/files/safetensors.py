@@ -5,11 +5,13 @@
     data        one tensor behind the other, row-major, little endian, no gaps
 
 Files of other writers are read too. A file is read once, from its beginning to its end, each tensor straight into its
-own memory.
+own memory. Ours carry a checksum of all tensors, their names and types among their metadata, and are refused if it is
+not theirs.
 """
 
 from __future__ import annotations
 
+import hashlib
 import math
 import os
 import sys
@@ -58,6 +60,8 @@ _DTYPES = {
 _NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 
 _METADATA = "__metadata__"
+CHECKSUM = "sha256"
+"""The entry of the metadata that has the checksum."""
 _LENGTH_BYTES = 8
 _MAX_HEADER_BYTES = 100_000_000  # the format's own limit
 _MAX_DIMS = 64  # torch's
@@ -77,11 +81,12 @@ class _Entry:
 
 
 def write_tensors(path: Path, tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str]) -> None:
-    """Write a file, and see to it that it has reached the disk."""
+    """Write a file, with a checksum among its metadata, and see to it that it has reached the disk."""
     _refuse_big_endian()
     # Wide types first, so that every tensor begins at a multiple of its width; then by name, so that files compare.
     names = sorted(tensors, key=lambda name: (-tensors[name].element_size(), name))
-    header: dict[str, Any] = {_METADATA: dict(metadata)} if metadata else {}
+    header: dict[str, Any] = {_METADATA: {**metadata, CHECKSUM: ""}}
+    digest = hashlib.sha256(_labels(metadata))
     position = 0
     for name in names:
         tensor = tensors[name]
@@ -90,6 +95,9 @@ def write_tensors(path: Path, tensors: Mapping[str, torch.Tensor], metadata: Map
         end = position + tensor.numel() * tensor.element_size()
         header[name] = {"dtype": _NAMES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [position, end]}
         position = end
+        digest.update(_title(name, tensor))
+        digest.update(_bytes_of(tensor.detach().cpu().contiguous()))
+    header[_METADATA][CHECKSUM] = digest.hexdigest()
     start = dump(header)
     start += b" " * (-len(start) % _LENGTH_BYTES)
     with path.open("wb") as file:
@@ -106,7 +114,23 @@ def read_tensors(path: Path) -> tuple[dict[str, str], dict[str, torch.Tensor]]:
     with path.open("rb", buffering=0) as file:
         num_bytes = os.fstat(file.fileno()).st_size
         metadata, entries = _read_header(file, num_bytes)
-        return metadata, {entry.name: _read_tensor(file, entry) for entry in entries}
+        tensors = {entry.name: _read_tensor(file, entry) for entry in entries}
+    if CHECKSUM in metadata:
+        digest = hashlib.sha256(_labels(metadata))
+        for name, tensor in tensors.items():
+            digest.update(_title(name, tensor))
+            digest.update(_bytes_of(tensor))
+        if digest.hexdigest() != metadata[CHECKSUM]:
+            raise StageFileError("the weights are damaged: they do not have the checksum that is written in them")
+    return metadata, tensors
+
+
+def _labels(metadata: Mapping[str, str]) -> bytes:
+    return dump(sorted([key, value] for key, value in metadata.items() if key != CHECKSUM))
+
+
+def _title(name: str, tensor: torch.Tensor) -> bytes:
+    return dump([name, _NAMES[tensor.dtype], list(tensor.shape)])
 
 
 def _read_header(file: BinaryIO, num_bytes: int) -> tuple[dict[str, str], list[_Entry]]:

@@ -1,7 +1,8 @@
 """A stage in a folder: `stage.json` has its programs, `weights.safetensors` its parameters, buffers and constants.
 
 Weights are under their names in the model, tied ones once. `stage.json` carries a fingerprint of all that is in it, and
-the weights carry the same: files of different stages, or of which one was cut off, are refused. A file is complete
+the weights carry the same, and a checksum of their own: files of different stages, or of which one was cut off or
+changed, are refused. A file is complete
 before it gets its name. A job that dies while it saves a stage over itself leaves the old weights or the new ones; over
 another stage, the one or the other or what is refused.
 
@@ -20,7 +21,7 @@ import torch
 
 from wholestep.errors import StageFileError, WholestepError
 from wholestep.pipe.cut import Stage
-from wholestep.pipe.files.safetensors import read_tensors, write_tensors
+from wholestep.pipe.files.safetensors import CHECKSUM, read_tensors, write_tensors
 from wholestep.pipe.files.stage_json import (
     STAGE_NAME,
     Weight,
@@ -77,6 +78,8 @@ def load_stage(
     except WholestepError as error:
         error.add_note(f"in {folder}")
         raise
+    if CHECKSUM not in metadata:
+        raise StageFileError(f"the weights in {folder} have no checksum: save the stage again")
     if metadata.get("stage") != loaded.fingerprint:
         raise StageFileError(f"the weights in {folder} belong to another stage than its {STAGE_NAME}")
     return loaded.stage, _placed(tensors, loaded.weights)

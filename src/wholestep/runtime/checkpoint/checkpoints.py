@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import os
 import threading
-from collections.abc import Generator, Mapping
+from collections.abc import Generator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -13,10 +14,22 @@ from typing import Any, Self
 from wholestep.errors import CheckpointError
 from wholestep.pipe.files.strict_json import shown
 from wholestep.runtime.checkpoint import folder as folders
+from wholestep.runtime.checkpoint.lock import FolderLock, lock
 from wholestep.runtime.checkpoint.randomness import random_state, set_random_state, try_random_state
 from wholestep.runtime.checkpoint.ranks import Ranks
 from wholestep.runtime.checkpoint.reading import Archive
-from wholestep.runtime.checkpoint.state import PER_RANK, RESERVED, Apply, State, collect, names_to_read, prepare
+from wholestep.runtime.checkpoint.state import (
+    PER_RANK,
+    RESERVED,
+    Apply,
+    Change,
+    State,
+    collect,
+    make,
+    names_to_read,
+    prepare,
+    unmake,
+)
 from wholestep.runtime.checkpoint.writing import Draft
 from wholestep.runtime.pending import flush_all
 
@@ -49,6 +62,8 @@ class Checkpoints:
     Args:
         folder: where checkpoints are, each in a folder of its own such as `step-00000050`; made if need be.
         keep: how many complete ones stay; older ones are removed once a newer one is complete. None keeps all.
+
+    A folder belongs to one job: `save` raises `CheckpointError` while another one saves there.
     """
 
     def __init__(self, folder: str | Path, *, keep: int | None = None) -> None:
@@ -60,6 +75,7 @@ class Checkpoints:
         self._writer: threading.Thread | None = None
         self._failure: tuple[int, Exception] | None = None
         self._torn: set[str] = set()
+        self._lock: FolderLock | None = None
 
     def save(self, step: int, *, wait: bool = False, per_rank: Mapping[str, Any] | None = None, **state: Any) -> None:
         """Save `state` as it is now, after `step` finished steps, and return once it is copied; a thread writes it.
@@ -106,12 +122,27 @@ class Checkpoints:
         path, manifest = found
         own = per_rank or {}
         flush_all()
-        actions = ranks.together(lambda: self._prepared(path, manifest, state, own, ranks))
-        for apply in actions:
-            apply()
+        changes = ranks.together(lambda: self._prepared(path, manifest, state, own, ranks))
+        self._make(path, changes, ranks)()
         if ranks.is_first:
             logger.info("resumed from %s: %d steps are done", path, manifest.step)
         return manifest.step
+
+    def _make(self, path: Path, changes: Sequence[Change], ranks: Ranks) -> Apply:
+        """Make what may fail on all ranks or on none; returns what makes the rest."""
+        made: list[Apply] = []
+
+        def attempt() -> None:
+            with _telling(path):
+                made.append(make(changes))
+
+        try:
+            ranks.together(attempt)
+        except BaseException:
+            if made:
+                unmake(changes)
+            raise
+        return made[0]
 
     def __enter__(self) -> Self:
         return self
@@ -131,13 +162,14 @@ class Checkpoints:
     def _begin(self, step: int) -> Path:
         if step < 0:
             raise CheckpointError(f"step is how many steps are finished, not {step}")
+        self._lock = self._lock or lock(self.folder)
         newest = folders.newest_step(self.folder, self._torn)
         if newest is not None and newest > step:
             raise CheckpointError(
                 f"{self.folder} already has a checkpoint of step {newest}, and this is step {step}: begin with "
                 "resume(), or save to another folder"
             )
-        return folders.begin(self.folder, step)
+        return folders.begin(self.folder, step, is_own=self._lock.is_held)
 
     def _write(self, draft: Draft, step: int) -> None:
         """The life of the writer: its failure is told at once, and raised by whoever asks next."""
@@ -165,7 +197,7 @@ class Checkpoints:
 
     def _prepared(
         self, path: Path, manifest: folders.Manifest, state: Mapping[str, Any], own: Mapping[str, Any], ranks: Ranks
-    ) -> list[Apply]:
+    ) -> list[Change]:
         with _telling(path):
             if own and manifest.world != ranks.world:
                 raise CheckpointError(
@@ -178,11 +210,11 @@ class Checkpoints:
             unused = [name for name in archive.names if name not in state and name not in RESERVED]
             if unused and ranks.is_first:
                 logger.warning("checkpoint %s also has %s, which nobody asked for", path, ", ".join(unused))
-            actions = [*prepare(state, content), *prepare(own, mine.get("own", {}))]
+            changes = [*prepare(state, content), *prepare(own, mine.get("own", {}))]
             if "random" in mine:
                 try_random_state(mine["random"])
-                actions.append(lambda: set_random_state(mine["random"]))
-            return actions
+                changes.append(Change(lambda: set_random_state(mine["random"])))
+            return changes
 
 
 def load_checkpoint(path: str | Path, **state: Any) -> None:
@@ -196,14 +228,13 @@ def load_checkpoint(path: str | Path, **state: Any) -> None:
     path = Path(path)
     flush_all()
     with _telling(path):
-        if (path / folders.MANIFEST).exists():
+        if os.path.lexists(path / folders.MANIFEST):
             manifest = folders.read_manifest(path)
             reason = folders.fault(path, manifest, list(manifest.files))
             if reason is not None:
                 raise CheckpointError(reason)
-        actions = prepare(state, Archive(path).read([(name,) for name in names_to_read(state)]))
-    for apply in actions:
-        apply()
+        finish = make(prepare(state, Archive(path).read([(name,) for name in names_to_read(state)])))
+    finish()
 
 
 def _content(state: Mapping[str, Any], per_rank: Mapping[str, Any], ranks: Ranks) -> State:

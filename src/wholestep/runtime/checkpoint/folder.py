@@ -21,6 +21,7 @@ import os
 import re
 import secrets
 import shutil
+import stat
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -81,10 +82,9 @@ def entries(folder: Path) -> list[Entry]:
     return sorted(Entry(int(match[1]), int(match[2] or 0), path) for path, match in matches if match)
 
 
-def begin(folder: Path, step: int) -> Path:
-    """A new temporary folder for the checkpoint of a step; those that others have left are removed."""
-    folder.mkdir(parents=True, exist_ok=True)
-    for path in folder.iterdir():
+def begin(folder: Path, step: int, *, is_own: bool) -> Path:
+    """A new temporary folder for the checkpoint of a step; if the folder `is_own`, what others have left is removed."""
+    for path in folder.iterdir() if is_own else ():
         if path.name.startswith((_WRITING, _DELETING)):
             shutil.rmtree(path, ignore_errors=True)
     temporary = folder / f"{_WRITING}{step:08d}-{secrets.token_hex(4)}"
@@ -128,11 +128,12 @@ def newest_step(folder: Path, torn: Collection[str]) -> int | None:
 
 def read_manifest(path: Path) -> Manifest:
     """The manifest of a checkpoint; `CheckpointError` says why there is none."""
-    file = path / MANIFEST
     try:
-        if file.stat().st_size > _MAX_MANIFEST_BYTES:
-            raise CheckpointError("its manifest is too large")
-        return _from_json(file.read_bytes())
+        manifest = _from_json(read_regular(path / MANIFEST, _MAX_MANIFEST_BYTES))
+        name = _STEP_NAME.fullmatch(path.name)
+        if name is not None and int(name[1]) != manifest.step:
+            raise CheckpointError(f"its manifest is that of step {manifest.step}")
+        return manifest
     except FileNotFoundError as error:
         raise CheckpointError("it has no manifest") from error
     except OSError as error:
@@ -157,12 +158,29 @@ def fault(path: Path, manifest: Manifest, names: Sequence[str]) -> str | None:
     return None
 
 
+def read_regular(file: Path, most_bytes: int) -> bytes:
+    """What is in an ordinary file. Reading a pipe, or a device, could take for ever."""
+    # Opening a pipe without a writer waits for one, unless it is opened like this.
+    handle = os.open(file, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0))
+    with os.fdopen(handle, "rb") as opened:
+        facts = os.fstat(handle)
+        if not stat.S_ISREG(facts.st_mode):
+            raise CheckpointError(f"{file.name} is no ordinary file")
+        if facts.st_size > most_bytes:
+            raise CheckpointError(f"its {file.name} is too large")
+        return opened.read(most_bytes)
+
+
+class MissingFileError(CheckpointError):
+    """A file is not there, or not all of it."""
+
+
 def _refuse_absent(file: Path, expected: FileFacts) -> None:
     if not file.is_file():
-        raise CheckpointError(f"{file.name} is missing")
+        raise MissingFileError(f"{file.name} is missing")
     num_bytes = file.stat().st_size
     if num_bytes != expected.num_bytes:
-        raise CheckpointError(f"{file.name} has {num_bytes} bytes instead of {expected.num_bytes}")
+        raise MissingFileError(f"{file.name} has {num_bytes} bytes instead of {expected.num_bytes}")
 
 
 def _to_json(manifest: Manifest) -> bytes:

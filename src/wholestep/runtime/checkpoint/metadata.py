@@ -11,6 +11,7 @@ from __future__ import annotations
 import io
 import math
 import pickle
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, TypeGuard, cast
@@ -19,7 +20,7 @@ import torch
 
 from wholestep.errors import CheckpointError
 from wholestep.pipe.files.strict_json import shown
-from wholestep.runtime.checkpoint.folder import is_file_name
+from wholestep.runtime.checkpoint.folder import is_file_name, read_regular
 
 METADATA = ".metadata"
 _MAX_METADATA_BYTES = 2**28
@@ -98,11 +99,8 @@ class Stored:
 
 def read_stored(folder: Path) -> Stored:
     """What is in a folder that DCP wrote. Raises `CheckpointError` for anything else, and never runs what is in it."""
-    file = folder / METADATA
     try:
-        if file.stat().st_size > _MAX_METADATA_BYTES:
-            raise CheckpointError(f"its {METADATA} is too large")
-        root = _Interpreter(file.read_bytes()).load()
+        root = _Interpreter(read_regular(folder / METADATA, _MAX_METADATA_BYTES)).load()
         return _Description(root, _file_sizes(folder)).stored()
     except CheckpointError:
         raise
@@ -140,9 +138,21 @@ class _Interpreter(pickle._Unpickler):  # pyright: ignore[reportPrivateUsage]
         for code in _INSTRUCTIONS
     }
 
+    stack: list[Any]
+
     def __init__(self, data: bytes) -> None:
         super().__init__(io.BytesIO(data))
         self._known: dict[tuple[str, str], Any] = {}
+
+    def load_setitem(self) -> None:
+        _refuse_odd_keys(self.stack[-2:-1])
+        super().load_setitem()  # pyright: ignore[reportAttributeAccessIssue]
+
+    def load_setitems(self) -> None:
+        _refuse_odd_keys(self.stack[::2])
+        super().load_setitems()  # pyright: ignore[reportAttributeAccessIssue]
+
+    dispatch[pickle.SETITEM[0]], dispatch[pickle.SETITEMS[0]] = load_setitem, load_setitems
 
     def find_class(self, module: str, name: str) -> Any:
         if module == "torch" and isinstance(found := getattr(torch, name, None), torch.dtype):
@@ -156,6 +166,12 @@ class _Interpreter(pickle._Unpickler):  # pyright: ignore[reportPrivateUsage]
 
     def persistent_load(self, pid: Any) -> Any:
         raise CheckpointError(f"its {METADATA} refers to objects outside it")
+
+
+def _refuse_odd_keys(keys: list[Any]) -> None:
+    """A tuple of tuples of ... that share their parts takes for ever to hash."""
+    if not all(type(key) is str or isinstance(key, Record) for key in keys):
+        raise CheckpointError(f"its {METADATA} has a dict with other keys than names: it is damaged or hostile")
 
 
 class _Description:
@@ -179,8 +195,7 @@ class _Description:
             index = _fields(key, "MetadataIndex")
             offset = index.get("offset")
             places[_text(index.get("fqn")), None if offset is None else _sizes(offset)] = self._place(value)
-        if sum(place.num_bytes for place in places.values()) > sum(self._file_sizes.values()):
-            raise CheckpointError("its entries have more bytes than its files")
+        _refuse_overlap(places.values())
         return places
 
     def _place(self, value: Any) -> Place:
@@ -208,6 +223,15 @@ class _Description:
             chunks.append(Chunk(offsets, sizes, places[key, offsets]))
         _refuse_odd_chunks(key, dtype, shape, chunks)
         return StoredTensor(dtype, shape, tuple(chunks))
+
+
+def _refuse_overlap(places: Iterable[Place]) -> None:
+    """Each entry has bytes of its own."""
+    end: dict[str, int] = {}
+    for place in sorted(places, key=lambda place: (place.file, place.offset, place.num_bytes)):
+        if place.offset < end.get(place.file, 0) and place.num_bytes:
+            raise CheckpointError(f"two of its entries overlap in {shown(place.file)}")
+        end[place.file] = max(end.get(place.file, 0), place.offset + place.num_bytes)
 
 
 def _refuse_odd_chunks(key: str, dtype: torch.dtype, shape: tuple[int, ...], chunks: list[Chunk]) -> None:

@@ -5,15 +5,16 @@ from __future__ import annotations
 import io
 import pickle
 import zipfile
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 
 from wholestep.errors import CheckpointError
 from wholestep.pipe.files.strict_json import shown
 from wholestep.runtime.checkpoint.metadata import Chunk, Place, Steps, Stored, StoredTensor, read_stored
+from wholestep.runtime.checkpoint.pickles import refuse_endless
 
 _MAX_VALUE_BYTES = 2**28
 
@@ -45,7 +46,7 @@ class Archive:
     def _read(self, key: str, entry: StoredTensor | Place) -> Any:
         try:
             return self._tensor(entry) if isinstance(entry, StoredTensor) else self._value(entry)
-        except CheckpointError:
+        except (CheckpointError, RecursionError):
             raise
         except pickle.UnpicklingError as error:
             raise CheckpointError(
@@ -61,11 +62,13 @@ class Archive:
         if len(entry.chunks) == 1:
             return self._chunk(entry.chunks[0], entry.dtype)
         whole = torch.zeros(entry.shape, dtype=entry.dtype)
+        is_filled = torch.zeros(entry.shape, dtype=torch.bool)
         for chunk in entry.chunks:
-            part = whole
-            for dim, (offset, size) in enumerate(zip(chunk.offsets, chunk.sizes, strict=True)):
-                part = part.narrow(dim, offset, size)
-            part.copy_(self._chunk(chunk, entry.dtype))
+            place = tuple(slice(offset, offset + size) for offset, size in zip(chunk.offsets, chunk.sizes, strict=True))
+            if is_filled[place].any():
+                raise CheckpointError("the blocks of one of its tensors overlap")
+            is_filled[place] = True
+            whole[place] = self._chunk(chunk, entry.dtype)
         return whole
 
     def _chunk(self, chunk: Chunk, dtype: torch.dtype) -> torch.Tensor:
@@ -89,10 +92,29 @@ def _loaded(data: bytes) -> Any:
     """What `torch.save` wrote, if it is as large in memory as it is here: archives may be packed to be much larger."""
     with zipfile.ZipFile(io.BytesIO(data)) as archive:
         members = archive.infolist()
-    is_packed = any(member.compress_type != zipfile.ZIP_STORED for member in members)
-    if is_packed or sum(member.file_size for member in members) > len(data):
-        raise CheckpointError("one of its entries is packed, which those of a checkpoint never are")
-    return torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
+        is_packed = any(member.compress_type != zipfile.ZIP_STORED for member in members)
+        if is_packed or sum(member.file_size for member in members) > len(data):
+            raise CheckpointError("one of its entries is packed, which those of a checkpoint never are")
+        for member in members:
+            if member.filename.endswith(".pkl"):
+                refuse_endless(archive.read(member))
+    value = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
+    _refuse_odd_tensors(value)
+    return value
+
+
+def _refuse_odd_tensors(value: Any) -> None:
+    """Tensors have memory of their own for each element: one that is expanded can be of any size."""
+    if isinstance(value, torch.Tensor):
+        is_plain = value.layout is torch.strided and value.device.type == "cpu" and not value.is_quantized
+        if not is_plain or value.numel() * value.element_size() > value.untyped_storage().nbytes():
+            raise CheckpointError("one of its tensors has no memory of its own for each element")
+    elif isinstance(value, Mapping):
+        for item in cast("Mapping[Any, Any]", value).values():
+            _refuse_odd_tensors(item)
+    elif isinstance(value, (list, tuple)):
+        for item in cast("list[Any]", value):
+            _refuse_odd_tensors(item)
 
 
 def nested(items: Iterable[tuple[Steps, Any]]) -> dict[str, Any]:

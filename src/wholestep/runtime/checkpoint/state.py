@@ -5,13 +5,14 @@ optimizer state under the names of parameters as `torch.distributed.checkpoint.s
 objects' own `state_dict()`: torch's helper would first take a step of an optimizer that has no state yet.
 
 Getting it back has two moments. `prepare` compares everything that can be compared and raises; what it returns puts the
-values in place.
+values in place: first what may still refuse them, an object's own `load_state_dict`, and can be undone.
 """
 
 from __future__ import annotations
 
+import copy
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -22,15 +23,32 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from wholestep.errors import CheckpointError
+from wholestep.runtime.checkpoint.optimizers import (
+    class_name,
+    optimizer_state,
+    prepare_optimizer,
+    refuse_other_class,
+    refuse_other_names,
+)
 from wholestep.runtime.pipeline.pipe import Pipe
 
 Objects = Mapping[str, Any]
 """What a user passed, by name: modules, optimizers, pipelines, objects with a state dict, dicts."""
 Apply = Callable[[], None]
 
+
+@dataclass(frozen=True)
+class Change:
+    """What puts values in place. With `undo` it may fail, and is made before all that cannot."""
+
+    apply: Apply
+    undo: Apply | None = None
+
+
 PER_RANK = "per_rank"
 _PIPE_STEPS = "pipeline_steps"
-RESERVED = (PER_RANK, _PIPE_STEPS)
+_CLASSES = "optimizer_classes"
+RESERVED = (PER_RANK, _PIPE_STEPS, _CLASSES)
 
 _SCALARS = (bool, int, float, complex, str, type(None), torch.Size, torch.dtype, torch.device)
 _WHOLE = "wholestep: kept whole"
@@ -60,48 +78,82 @@ def collect(objects: Objects) -> State:
     pipes = {name: value for name, value in objects.items() if isinstance(value, Pipe)}
     for name, value in objects.items():
         if isinstance(value, Optimizer):
-            content[name] = _kept(_optimizer_state(value, _names(value, objects), pipes.values()), name)
+            elsewhere = frozenset[str]().union(*(pipe.names_elsewhere() for pipe in pipes.values()))
+            content[name] = _kept(optimizer_state(value, _names(value, objects), elsewhere), name)
         elif isinstance(value, nn.Module | Pipe):
             model = _module_of(value)
             state = model.state_dict()
-            elsewhere = value.names_elsewhere() if isinstance(value, Pipe) else ()
-            content[name] = _kept({key: state[key] for key in state if key not in elsewhere}, name)
+            absent = value.names_elsewhere() if isinstance(value, Pipe) else ()
+            content[name] = _kept({key: state[key] for key in state if key not in absent}, name)
             parameters |= {f"{name}.{key}" for key, _ in model.named_parameters(remove_duplicate=False)}
         else:
             content[name] = _kept(_plain_state(value, name), name)
     if pipes:
         content[_PIPE_STEPS] = {name: pipe.num_steps for name, pipe in pipes.items()}
     optimizers = tuple(name for name, value in objects.items() if isinstance(value, Optimizer))
+    if optimizers:
+        content[_CLASSES] = {name: class_name(objects[name]) for name in optimizers}
     return State(content, frozenset(parameters), optimizers)
 
 
-def prepare(objects: Objects, content: Mapping[str, Any]) -> list[Apply]:
+def prepare(objects: Objects, content: Mapping[str, Any]) -> list[Change]:
     """What to do so that objects have the state that was read; raises `CheckpointError` if it does not fit them."""
     found = {name: _released(value) for name, value in content.items()}
     absent = [name for name in objects if name not in found]
     if absent:
         raise CheckpointError(f"it has no '{absent[0]}'")
-    actions: list[Apply] = []
+    changes: list[Change] = []
     for name, value in objects.items():
         saved: Any = found[name]
         if isinstance(value, Optimizer | nn.Module | Pipe | dict) and not isinstance(saved, Mapping):
             raise CheckpointError(f"'{name}' is no dict in it")
         if isinstance(value, Optimizer):
-            actions.append(_prepare_optimizer(name, value, _names(value, objects), saved))
+            refuse_other_class(name, value, found.get(_CLASSES, {}).get(name))
+            apply = prepare_optimizer(name, value, _names(value, objects), saved)
+            changes.append(Change(apply, _restoring(value)))
         elif isinstance(value, nn.Module | Pipe):
-            actions.append(_prepare_module(name, _module_of(value), saved))
+            changes.append(Change(_prepare_module(name, _module_of(value), saved)))
         elif isinstance(value, dict):
-            actions.append(_filling(cast("dict[Any, Any]", value), saved))
+            changes.append(Change(_filling(cast("dict[Any, Any]", value), saved)))
         else:
-            actions.append(lambda value=value, saved=saved: value.load_state_dict(saved))
+            changes.append(_loading(value, saved))
         if isinstance(value, Pipe):
-            actions.append(_counting(value, found.get(_PIPE_STEPS, {}).get(name, 0)))
-    return actions
+            changes.append(Change(_counting(value, found.get(_PIPE_STEPS, {}).get(name, 0))))
+    return changes
+
+
+def make(changes: Sequence[Change]) -> Apply:
+    """Make those changes that may fail, none if one does; returns what makes the others, which do not."""
+    undone: list[Apply] = []
+    try:
+        for change in changes:
+            if change.undo is not None:
+                undone.append(change.undo)
+                change.apply()
+    except Exception:
+        for undo in reversed(undone):
+            undo()
+        raise
+
+    def finish() -> None:
+        for change in changes:
+            if change.undo is None:
+                change.apply()
+
+    return finish
+
+
+def unmake(changes: Sequence[Change]) -> None:
+    """Undo what `make` has done: another rank could not."""
+    for change in reversed(changes):
+        if change.undo is not None:
+            change.undo()
 
 
 def names_to_read(objects: Objects) -> list[str]:
     """The parts of a checkpoint that hold the state of these objects."""
-    return [*objects, *([_PIPE_STEPS] if any(isinstance(value, Pipe) for value in objects.values()) else [])]
+    kinds = {_PIPE_STEPS: Pipe, _CLASSES: Optimizer}
+    return [*objects, *(name for name, kind in kinds.items() if any(isinstance(one, kind) for one in objects.values()))]
 
 
 def _plain_state(value: Any, name: str) -> Any:
@@ -126,7 +178,7 @@ def _module_of(value: nn.Module | Pipe) -> nn.Module:
 
 def _prepare_module(name: str, module: nn.Module, saved: Mapping[str, Any]) -> Apply:
     state = module.state_dict()
-    _refuse_other_names(name, set(state), set(saved))
+    refuse_other_names(name, set(state), set(saved))
     for key, value in state.items():
         if isinstance(value, torch.Tensor) and _shape(saved[key]) != value.shape:
             raise CheckpointError(f"{name}.{key} has shape {_shape(saved[key])} in it and {tuple(value.shape)} here")
@@ -136,13 +188,6 @@ def _prepare_module(name: str, module: nn.Module, saved: Mapping[str, Any]) -> A
 
 def _load_module(module: nn.Module, state: Mapping[str, Any]) -> None:
     module.load_state_dict(state)
-
-
-def _refuse_other_names(name: str, here: set[str], there: set[str]) -> None:
-    if here - there:
-        raise CheckpointError(f"it has no {name}.{sorted(here - there)[0]}")
-    if there - here:
-        raise CheckpointError(f"it has {name}.{sorted(there - here)[0]}, which is not here")
 
 
 def _shape(value: Any) -> tuple[int, ...] | None:
@@ -165,70 +210,21 @@ def _names(optimizer: Optimizer, objects: Objects) -> dict[int, str]:
     return together if own <= together.keys() else {}
 
 
-def _optimizer_state(optimizer: Optimizer, names: Mapping[int, str], pipes: Iterable[Pipe]) -> dict[str, Any]:
-    """The state dict of an optimizer with names in place of numbers, if its parameters have names.
+def _restoring(value: Any) -> Apply:
+    """Put an object's attributes back; `load_state_dict` of an optimizer makes new ones."""
+    before = dict(vars(value))
 
-    In a pipeline only ranks with the stage of a parameter change its state, so only they tell it.
-    """
-    state = optimizer.state_dict()
-    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    numbers = [number for group in state["param_groups"] for number in group["params"]]
-    named = {
-        number: names[id(parameter)] if names else str(number)
-        for number, parameter in zip(numbers, parameters, strict=True)
-    }
-    elsewhere = frozenset[str]().union(*(pipe.names_elsewhere() for pipe in pipes))
-    entries = {named[number]: value for number, value in state["state"].items() if named[number] not in elsewhere}
-    groups = state["param_groups"]
-    if names:
-        groups = [group | {"params": [named[number] for number in group["params"]]} for group in groups]
-    return ({"state": entries} if entries else {}) | {"param_groups": groups}
+    def restore() -> None:
+        vars(value).clear()
+        vars(value).update(before)
+
+    return restore
 
 
-def _prepare_optimizer(name: str, optimizer: Optimizer, names: Mapping[int, str], saved: Mapping[str, Any]) -> Apply:
-    """Compare groups, and put what was saved in the order that parameters have here."""
-    groups: list[dict[str, Any]] = saved.get("param_groups", [])
-    if len(groups) != len(optimizer.param_groups):
-        raise CheckpointError(f"{name} has {len(groups)} parameter groups in it and {len(optimizer.param_groups)} here")
-    state = dict(saved.get("state", {}))
-    ready_groups: list[dict[str, Any]] = []
-    for index, (group, own) in enumerate(zip(groups, optimizer.param_groups, strict=True)):
-        keys = _keys_in_order(f"{name}.param_groups[{index}]", group["params"], own["params"], names)
-        ready_groups.append(_like_here(group, own) | {"params": keys})
-        for key, parameter in zip(keys, own["params"], strict=True):
-            if key in state:
-                state[key] = {entry: _laid_out(value, parameter) for entry, value in state[key].items()}
-    return lambda: optimizer.load_state_dict({"state": state, "param_groups": ready_groups})
-
-
-def _keys_in_order(where: str, saved: list[Any], own: list[torch.Tensor], names: Mapping[int, str]) -> list[str]:
-    """What each parameter of a group is called in the checkpoint: by its name, or by its number."""
-    if len(saved) != len(own):
-        raise CheckpointError(f"{where} has {len(saved)} parameters in it and {len(own)} here")
-    if all(isinstance(key, int) for key in saved):
-        return [str(key) for key in saved]
-    if not names:
-        raise CheckpointError(f"{where} names its parameters: pass the model they belong to as well")
-    keys = [names[id(parameter)] for parameter in own]
-    _refuse_other_names(where, set(keys), set(saved))
-    return keys
-
-
-def _like_here(group: dict[str, Any], own: dict[str, Any]) -> dict[str, Any]:
-    """The options of a group; those that are tensors (a learning rate may be) on the device they have here."""
-    return {
-        option: value.to(own[option].device)
-        if isinstance(value, torch.Tensor) and isinstance(own.get(option), torch.Tensor)
-        else value
-        for option, value in group.items()
-    }
-
-
-def _laid_out(value: Any, parameter: torch.Tensor) -> Any:
-    """State of the shape of its parameter lies in memory as that does (channels last), as if it had been made there."""
-    if not isinstance(value, torch.Tensor) or value.shape != parameter.shape or value.stride() == parameter.stride():
-        return value
-    return torch.empty_like(parameter, dtype=value.dtype, device="cpu", requires_grad=False).copy_(value)
+def _loading(value: Any, saved: Any) -> Change:
+    """An object of the user's loads itself; if that fails, or something after it, it gets back what it had."""
+    before = copy.deepcopy(value.state_dict())
+    return Change(lambda: value.load_state_dict(saved), lambda: value.load_state_dict(before))
 
 
 def _filling(target: dict[Any, Any], saved: Mapping[Any, Any]) -> Apply:

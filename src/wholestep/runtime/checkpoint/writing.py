@@ -6,9 +6,11 @@ that ranks with the same parameters write a share of them each. Only what a rank
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import hashlib
-from collections.abc import Mapping
+import os
+from collections.abc import Generator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -80,22 +82,38 @@ class Draft:
 
     def _write(self) -> tuple[list[Any], dict[str, folders.FileFacts]]:
         """What DCP has to know of the entries that this rank wrote, and the files they are in."""
-        future = self._writer.write_data(self._plan, self._planner)
-        results = future.wait()
+        with _telling_of_the_disk(self._temporary.parent):
+            results = self._writer.write_data(self._plan, self._planner).wait()
         names = sorted({result.storage_data.relative_path for result in results})
         return results, {name: folders.FileFacts.of(self._temporary / name) for name in names}
 
     def _commit(self, written: list[tuple[list[Any], dict[str, folders.FileFacts]]]) -> Path:
-        self._writer.finish(self._metadata, [results for results, _ in written])
+        with _telling_of_the_disk(self._temporary.parent):
+            self._writer.finish(self._metadata, [results for results, _ in written])
         files = {name: facts for _, each in written for name, facts in each.items()}
         files[METADATA] = folders.FileFacts.of(self._temporary / METADATA)
         try:
-            return folders.commit(self._temporary, self._step, self._ranks.world, files)
-        except CheckpointError as error:
+            with _telling_of_the_disk(self._temporary.parent):
+                return folders.commit(self._temporary, self._step, self._ranks.world, files)
+        except folders.MissingFileError as error:
             raise CheckpointError(
                 f"rank 0 does not find in {self._temporary.parent} what all ranks wrote ({error}): the folder must be "
                 "one that all machines share"
             ) from error
+
+
+@contextlib.contextmanager
+def _telling_of_the_disk(folder: Path) -> Generator[None]:
+    """Say what the system said: a disk that is full makes torch complain about positions in a file."""
+    try:
+        yield
+    except Exception as error:
+        cause: BaseException | None = error
+        while cause is not None and not (isinstance(cause, OSError) and cause.errno):
+            cause = cause.__cause__ or cause.__context__
+        if not isinstance(cause, OSError) or not cause.errno:
+            raise
+        raise CheckpointError(f"{folder} cannot be written to: {os.strerror(cause.errno)}") from error
 
 
 def _from_lowest(offers: list[_Offer]) -> list[SavePlan]:

@@ -10,6 +10,7 @@ import torch
 
 from wholestep.capture import tree
 from wholestep.errors import PipelineError
+from wholestep.runtime.arguments import refuse_tensor_keys
 
 
 @dataclass(frozen=True)
@@ -39,7 +40,8 @@ def split_batch(arguments: Any, num_micro_batches: int) -> MicroBatches:
     The first tensor with a dimension says how many rows the batch has. Tensors with as many are cut; all others, and
     whatever is no tensor, every micro-batch gets whole.
     """
-    leaves, _ = tree.flatten(arguments)
+    leaves, spec = tree.flatten(arguments)
+    refuse_tensor_keys(spec)
     sized = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.dim()]
     if not sized:
         raise PipelineError("a pipeline cuts its batch into micro-batches, and no argument of this step is a tensor")

@@ -11,19 +11,20 @@ import torch
 import torch.distributed as dist
 from torch.distributed import PrefixStore, Store  # pyright: ignore[reportPrivateImportUsage]
 
-from wholestep import _torch
-from wholestep.errors import PipelineError
+from wholestep import _ranks_torch, _torch
+from wholestep.errors import PipelineError, RankError
 from wholestep.pipe.cut import CutGraph
 from wholestep.pipe.schedule import Action, Schedule
-from wholestep.runtime.pipeline.failures import Alarm, Watch, plain, sentence
+from wholestep.runtime.agreement import lost_peer, plain, room_of
+from wholestep.runtime.pipeline.calls import Calls
+from wholestep.runtime.pipeline.failures import Alarm, Watch, between_ranks, error_of, sentence
 from wholestep.runtime.pipeline.links import Link, Links
 from wholestep.runtime.pipeline.messages import Message, ShareMessage, messages, share_fake, share_messages
 from wholestep.runtime.pipeline.parcels import Form, Parcel
 from wholestep.runtime.pipeline.programs import StageRunner, summed_gradients
 
-TIMEOUT_S = 1800.0
 _FIRST_PAUSE_S, _LAST_PAUSE_S = 2e-5, 1e-3
-_LOOK_S = 0.25
+_LOOK_S, _COMPARE_S = 0.25, 1.0
 Share = tuple[int, str]
 """A stage and the slot of a parameter."""
 
@@ -33,8 +34,10 @@ class ProcessExchange:
 
     All ranks of the pipeline make theirs at the same time; `global_ranks` says which ranks of the job they are (all of
     them, if it is left out). `small` is the cut for micro-batches from number `num_large` on, which have a row less, if
-    there are such. Whatever happens to one of them ends all of them, and those of other pipelines of the job
-    that were made alike: then every method raises `PipelineError`, and a new exchange has to be made.
+    there are such. Nobody waits longer than collectives of the job do; with `calls`, whoever waits finds out whether
+    others call the pipeline in another way. Whatever happens to one of them ends all of them, and those of other
+    pipelines of the job that were made alike: then every method raises `PipelineError`, or `RankError` if ranks differ
+    or one is gone or late, and a new exchange has to be made.
     """
 
     def __init__(
@@ -43,7 +46,7 @@ class ProcessExchange:
         schedule: Schedule,
         rank: int,
         global_ranks: Sequence[int] | None = None,
-        timeout_s: float = TIMEOUT_S,
+        calls: Calls | None = None,
         small: CutGraph | None = None,
         num_large: int = 0,
     ) -> None:
@@ -51,7 +54,11 @@ class ProcessExchange:
         shares = share_messages(cut, schedule)
         self._rank = rank
         self._global_ranks = list(range(schedule.num_ranks)) if global_ranks is None else list(global_ranks)
-        store = self._own_store()
+        self._difference = _unknown if calls is None else calls.difference
+        group = dist.group.WORLD
+        assert group is not None
+        store = _own_store(group)
+        timeout_s = _ranks_torch.group_timeout_s(group)
         ends = [(message.source, message.target) for message in (*traffic.messages, *shares)]
         room = ",".join(map(str, self._global_ranks))
         self._links = Links.connect(PrefixStore(room, store), ends, rank, self._global_ranks, cut.device, timeout_s)
@@ -65,7 +72,7 @@ class ProcessExchange:
         self._buffers: list[Any] = [None] * len(traffic.messages)
         self._failure: str | None = None
         self._alarm = Alarm(store, room)
-        self._watch = Watch(self._alarm, self._links.abort)
+        self._watch = Watch(self._alarm, self._links.abort, self._difference)
         weakref.finalize(self, self._watch.stop)
 
     def begin(self) -> None:
@@ -123,21 +130,27 @@ class ProcessExchange:
         return found
 
     def wait_for(self, work: Any) -> None:
-        """Wait for a collective of this rank with ranks of other pipelines; a failure anywhere ends the wait."""
+        """Wait for a collective of this rank; a failure anywhere, and ranks that do something else, end the wait."""
         pause_s = _FIRST_PAUSE_S
         next_look = time.monotonic() + _LOOK_S
+        next_comparison = time.monotonic() + _COMPARE_S
         while not work.is_completed():
             time.sleep(pause_s)
             pause_s = min(2 * pause_s, _LAST_PAUSE_S)
             if time.monotonic() > next_look:
                 self._raise_if_heard()
                 next_look = time.monotonic() + _LOOK_S
+            if time.monotonic() > next_comparison:
+                self._raise_if_different()
+                next_comparison = time.monotonic() + _COMPARE_S
         try:
             work.wait()
         except RuntimeError as error:
             self._raise_if_heard()
-            self.fail(None, error)
-            raise PipelineError(f"gradients could not be averaged over replicas: {plain(error)}") from error
+            self._raise_if_different()
+            lost = lost_peer("a sum over ranks of the pipeline", error)
+            self._ring(between_ranks(str(lost)), len(self._global_ranks) - 1)
+            raise lost from error
 
     def fail(self, action: Action | None, error: BaseException) -> None:
         """Tell all other ranks that this one failed, unless it is told so by them; the exchange is of no use then."""
@@ -150,12 +163,6 @@ class ProcessExchange:
         if self._failure is None:
             self._failure = "it was closed"
             self._links.close()
-
-    def _own_store(self) -> Store:
-        """A part of the job's store for the n-th exchange of each rank."""
-        store = _torch.group_store(dist.group.WORLD)  # pyright: ignore[reportArgumentType]
-        number = store.add(f"wholestep/pipeline/count/{dist.get_rank()}", 1)
-        return PrefixStore(f"wholestep/pipeline/{number}", store)
 
     def _make_routes(self, cut_for: Callable[[int], CutGraph]) -> list[Any]:
         """By number: link and parcel of each message of this rank. Micro-batches of one size share their parcels."""
@@ -217,7 +224,13 @@ class ProcessExchange:
         text = self._alarm.heard()
         if text is not None:
             self._break(text)
-            raise PipelineError(text)
+            raise error_of(text)
+
+    def _raise_if_different(self) -> None:
+        text = self._difference()
+        if text is not None:
+            self._ring(between_ranks(text), 0)
+            raise RankError(text)
 
     def _lost(self, message: Message | ShareMessage, error: RuntimeError) -> NoReturn:
         """A connection broke: because a rank failed and said so, or because the other end is gone."""
@@ -226,8 +239,10 @@ class ProcessExchange:
         is_late = "imed out" in str(error)
         try:
             text = self._alarm.heard()
+            if text is None and (different := self._difference()) is not None:
+                text = between_ranks(different)
         except RuntimeError as no_store:
-            text = (
+            text = between_ranks(
                 f"rank {own} has lost its connection to rank {peer}, and the store that the job was started with, "
                 f"which may say why, cannot be reached: {plain(no_store)}"
             )
@@ -235,8 +250,9 @@ class ProcessExchange:
             self._break(text)
         else:
             cause = f"rank {own} has waited in vain for rank {peer}" if is_late else f"rank {peer} is gone"
-            self._ring(f"{cause}: {plain(error)}", len(self._global_ranks) - 2)
-        raise PipelineError(self._failure) from error
+            self._ring(between_ranks(f"{cause}: {plain(error)}"), len(self._global_ranks) - 2)
+        assert self._failure is not None
+        raise error_of(self._failure) from error
 
     def _ring(self, text: str, num_others: int) -> None:
         """Say what happened, unless somebody was faster, and stay until others know."""
@@ -253,7 +269,18 @@ class ProcessExchange:
 
     def _require_usable(self) -> None:
         if self._failure is not None:
-            raise PipelineError(f"this pipeline cannot be used any more; make a new one: {self._failure}")
+            failure = error_of(self._failure)
+            raise PipelineError(f"this pipeline cannot be used any more; make a new one: {failure}")
+
+
+def _own_store(group: dist.ProcessGroup) -> Store:
+    """A part of the job's store for the n-th exchange of each rank."""
+    room, number = room_of(group, "exchanges")
+    return PrefixStore(f"{room}/exchanges/{number}", _torch.group_store(group))
+
+
+def _unknown() -> str | None:
+    """Nobody tells what it does."""
 
 
 def sum_shares(cut: CutGraph, runners: Mapping[int, StageRunner], exchange: ProcessExchange) -> dict[str, torch.Tensor]:

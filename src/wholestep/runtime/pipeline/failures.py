@@ -11,19 +11,21 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import re
 import threading
 import time
 from collections.abc import Callable
 
 from torch.distributed import Store  # pyright: ignore[reportPrivateImportUsage]
 
+from wholestep.errors import PipelineError, RankError, WholestepError
 from wholestep.pipe.schedule import Action
 
 _POLL_S = 0.25
+_COMPARE_S = 1.0
 _STAY_S = 1.0
 _LOOK_S = 0.01
 _MAX_CHARACTERS = 4000
+_BETWEEN_RANKS = "RankError: "
 
 
 class Alarm:
@@ -65,15 +67,27 @@ class Alarm:
 class Watch:
     """A thread that calls `on_alarm` once when the alarm rings while the watch is on.
 
-    It is no daemon, which could die in the middle of a call into torch; it ends with the main thread.
+    If it has been on for a while, it asks now and then in what ranks differ, and rings itself if they do. It is no
+    daemon, which could die in the middle of a call into torch; it ends with the main thread.
     """
 
-    def __init__(self, alarm: Alarm, on_alarm: Callable[[], None]) -> None:
-        self.is_on = False
+    def __init__(
+        self, alarm: Alarm, on_alarm: Callable[[], None], difference: Callable[[], str | None] | None = None
+    ) -> None:
         self._alarm = alarm
         self._on_alarm = on_alarm
+        self._difference = difference
+        self._next_comparison: float | None = None
         self._stopped = threading.Event()
         threading.Thread(target=self._run, name="wholestep-pipeline-watch").start()
+
+    @property
+    def is_on(self) -> bool:
+        return self._next_comparison is not None
+
+    @is_on.setter
+    def is_on(self, value: bool) -> None:
+        self._next_comparison = time.monotonic() + _COMPARE_S if value else None
 
     def stop(self) -> None:
         self._stopped.set()
@@ -86,9 +100,30 @@ class Watch:
 
     def _is_ringing(self) -> bool:
         try:
-            return self._alarm.heard() is not None
+            return self._alarm.heard() is not None or self._rings_for_difference()
         except RuntimeError:  # the process that has the store is gone
             return True
+
+    def _rings_for_difference(self) -> bool:
+        due_at = self._next_comparison
+        if self._difference is None or due_at is None or time.monotonic() < due_at:
+            return False
+        self._next_comparison = due_at + _COMPARE_S
+        text = self._difference()
+        if text is not None:
+            self._alarm.ring(between_ranks(text), 0)
+        return text is not None
+
+
+def between_ranks(text: str) -> str:
+    """A sentence about ranks that differ, or of which one is gone or late, as it is written to the store."""
+    return f"{_BETWEEN_RANKS}{text}"
+
+
+def error_of(text: str) -> WholestepError:
+    """A sentence from the store as the error that it tells of."""
+    is_between = text.startswith(_BETWEEN_RANKS)
+    return RankError(text.removeprefix(_BETWEEN_RANKS)) if is_between else PipelineError(text)
 
 
 def sentence(rank: int, action: Action | None, error: BaseException) -> str:
@@ -96,8 +131,3 @@ def sentence(rank: int, action: Action | None, error: BaseException) -> str:
     where = "" if action is None else f" in {action} (stage {action.stage}, micro-batch {action.micro_batch})"
     what = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
     return f"rank {rank} failed{where}: {what}"
-
-
-def plain(error: BaseException) -> str:
-    """What torch says about a connection, without the place in its own sources and the stack."""
-    return re.sub(r"^\[[^\]]*\] ", "", str(error)).split("\n", 1)[0]

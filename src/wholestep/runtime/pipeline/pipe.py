@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import time
 from collections.abc import Iterator, Mapping
@@ -14,6 +15,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from wholestep.capture import Capture, capture, tree
+from wholestep.capture.record import Filling
 from wholestep.errors import PipelineError
 from wholestep.graph import SlotKind, StepGraph
 from wholestep.lower import Decompose, Lower, Masks
@@ -25,12 +27,16 @@ from wholestep.pipe.cut import CutGraph, cut
 from wholestep.pipe.follow import borders_like, check_slots, is_like
 from wholestep.pipe.schedules import forward_only
 from wholestep.remat import StepBudget, fit_lowered_step, fit_step
+from wholestep.runtime.agreement import is_due
 from wholestep.runtime.pipeline.batches import MicroBatches, joined, mean, split_batch
+from wholestep.runtime.pipeline.calls import Calls
 from wholestep.runtime.pipeline.draws import number_draws
+from wholestep.runtime.pipeline.facts import call_facts, given_facts, made_facts
 from wholestep.runtime.pipeline.losses import LossFunction, loss_of
-from wholestep.runtime.pipeline.processes import Processes, require_agreement, share_model
+from wholestep.runtime.pipeline.processes import Processes, is_distributed, require_room, share_model
 from wholestep.runtime.pipeline.runs import Graphs, LocalPipeline, PipelineRank
 from wholestep.runtime.pipeline.update import clip_gradients, compiled_update
+from wholestep.runtime.replica_facts import option_facts, plain
 
 logger = logging.getLogger(__name__)
 
@@ -106,15 +112,17 @@ class Pipe:
         self._current: _Compiled | None = None
         self._num_steps = 0
         self._processes: Processes | None = None
+        self._calls: Calls | None = None
+        self._described: dict[Any, dict[str, Any]] = {}
         self._update = compiled_update(options.lower)
 
     def step(self, *args: Any, target: Any = None, **kwargs: Any) -> PipeResult:
         """Forward and backward of one batch: `loss_fn(model(*args, **kwargs), target)`, averaged over its rows."""
-        result = self._run((args, kwargs, target), is_training=True)
+        result = self._run((args, kwargs, target), "step")
         self._num_steps += 1
         self._leave_gradients(self._require_current().run.gradients())
         if self.options.max_grad_norm is not None:
-            result = replace(result, grad_norm=self.clip_grad_norm_(self.options.max_grad_norm))
+            result = replace(result, grad_norm=self._clip(self.options.max_grad_norm))
         if self.options.optimizer is not None:
             self._update(self.model, self.options.optimizer)
         return result
@@ -125,30 +133,44 @@ class Pipe:
         To be called by all ranks, after `step`. With `torch.nn.utils.clip_grad_norm_` each rank would take the norm of
         its own stages only.
         """
+        self._require_current()
+        if self._calls is not None:
+            with self._calls.one():
+                self._calls.tell({"the call": "clip_grad_norm_", "max_norm": plain(max_norm)})
+        return self._clip(max_norm)
+
+    def _clip(self, max_norm: float) -> torch.Tensor:
         current = self._require_current()
         own = dict(self.named_parameters())
         counted = [parameter for name, parameter in own.items() if current.run.counts(f"{_PARAM}{name}")]
-        return clip_gradients(own.values(), counted, max_norm, self._processes, current.graphs.cut.device)
+        return clip_gradients(own.values(), counted, max_norm, current.run.total, current.graphs.cut.device)
 
     def measured(self) -> Timeline:
         """When each action of the last step ran, on all ranks of this pipeline; all ranks of the job call it."""
-        return self._require_current().run.timeline()
+        current = self._require_current()
+        if self._calls is not None:
+            with self._calls.one():
+                self._calls.tell({"the call": "measured"})
+                self._calls.require_same()
+        return current.run.timeline()
 
     def evaluate(self, *args: Any, target: Any = None, **kwargs: Any) -> PipeResult:
         """The forward of one batch, without gradients, with the model in the mode it is in (`model.eval()`)."""
-        return self._run((args, kwargs, target), is_training=False)
+        return self._run((args, kwargs, target), "evaluate")
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """What the model returns, computed stage by stage in this process, all rows at once."""
-        return self._run((args, kwargs, None), is_training=False, num_micro_batches=1, has_loss=False).output
+        return self._run((args, kwargs, None), "forward").output
 
-    def _run(
-        self, arguments: Any, *, is_training: bool, num_micro_batches: int | None = None, has_loss: bool = True
-    ) -> PipeResult:
-        batches = split_batch(arguments, num_micro_batches or self.options.num_micro_batches)
-        kind = _Kind(is_training=is_training, has_loss=has_loss, num_micro_batches=len(batches.arguments))
-        compiled = self._compiled_for(batches, kind)
-        if is_training:
+    def _run(self, arguments: Any, call: str) -> PipeResult:
+        if call != "forward" and self._calls is None and is_distributed():
+            self._calls = Calls()
+        calls = None if call == "forward" else self._calls
+        with contextlib.nullcontext() if calls is None else calls.one():
+            batches = split_batch(arguments, 1 if call == "forward" else self.options.num_micro_batches)
+            kind = _Kind(call == "step", call != "forward", len(batches.arguments))
+            compiled = self._compiled_for(batches, kind, call, calls)
+        if kind.is_training:
             self._current = compiled
         scales = torch.tensor(batches.shares, dtype=torch.float64).unbind()
         leaves = [
@@ -206,16 +228,32 @@ class Pipe:
             raise PipelineError("this pipeline has not run yet; its stages exist after the first step")
         return self._current
 
-    def _compiled_for(self, batches: MicroBatches, kind: _Kind) -> _Compiled:
+    def _compiled_for(self, batches: MicroBatches, kind: _Kind, call: str, calls: Calls | None) -> _Compiled:
         smallest = () if batches.num_large == len(batches.sizes) else _signature(self.model, batches.arguments[-1])
         key = (kind, batches.num_large, _signature(self.model, batches.arguments[0]), smallest)
+        if calls is not None:
+            self._tell(key, batches, call, calls)
         if key not in self._compiled:
             started = time.perf_counter()
-            self._compiled[key] = self._compile(batches, kind)
+            self._compiled[key] = self._compile(batches, kind, calls)
             logger.info("captured a pipeline in %.1f s", time.perf_counter() - started)
         return self._compiled[key]
 
-    def _compile(self, batches: MicroBatches, kind: _Kind) -> _Compiled:
+    def _tell(self, key: Any, batches: MicroBatches, call: str, calls: Calls) -> None:
+        """Say what this rank does, and see now and then that optimizers are still alike."""
+        if key not in self._described:
+            self._described[key] = call_facts(call, self.model, batches, tree.flatten(batches.arguments[0])[0])
+        calls.tell(self._described[key] | {"the number of steps before it": self._num_steps})
+        if self.options.optimizer is not None and is_due(calls.number):
+            facts = option_facts("optimizer", self.options.optimizer)
+            calls.require_same()
+            calls.ranks.require_agreement(calls.moment("options"), {"the options of optimizers": facts})
+
+    def _compile(self, batches: MicroBatches, kind: _Kind, calls: Calls | None) -> _Compiled:
+        """Capture, cut and connect; ranks agree first on what they were given, then on what they made of it."""
+        if calls is not None:
+            calls.require_same()
+            calls.ranks.require_agreement(calls.moment("given"), given_facts(self.model, self.options))
         captured, graph = self._captured(batches.arguments[0], batches.shares[0], kind)
         names = [node.name for node in graph.calls()]
         remat = self._remat(graph, kind)
@@ -226,7 +264,10 @@ class Pipe:
             for one in graphs.cuts:
                 _lower_programs(one)
         schedule = self._schedule(len(found.stages), kind)
-        run = self._runner(graphs, schedule, kind)
+        if calls is None:
+            run = LocalPipeline(graphs, schedule, self.options.seed)
+        else:
+            run = self._connected(graphs, schedule, calls)
         if kind.is_training:
             self._forget_evaluations()
         return _Compiled(graphs, plan, schedule, run)
@@ -279,16 +320,14 @@ class Pipe:
         for key in [key for key in self._compiled if not key[0].is_training]:
             self._compiled.pop(key).run.close()
 
-    def _runner(self, graphs: Graphs, schedule: Schedule, kind: _Kind) -> LocalPipeline | PipelineRank:
-        """Over the processes of the job, if there are several; a plain call stays in this one."""
-        if kind.has_loss and self._processes is None:
+    def _connected(self, graphs: Graphs, schedule: Schedule, calls: Calls) -> PipelineRank:
+        """This rank's part of the job, which is shared out once all ranks have the same to run."""
+        require_room(schedule.num_ranks)
+        calls.ranks.require_agreement(calls.moment("made"), made_facts(graphs.cuts, schedule))
+        if self._processes is None:
             self._processes = Processes.of(schedule.num_ranks)
-            if self._processes is not None:
-                share_model(self.model)
-        if self._processes is None or not kind.has_loss:
-            return LocalPipeline(graphs, schedule, self.options.seed)
-        require_agreement(graphs.cut, schedule)
-        return PipelineRank(graphs, schedule, self.options.seed, self._processes)
+            share_model(self.model)
+        return PipelineRank(graphs, schedule, self.options.seed, self._processes, calls)
 
     def _cut(self, captured: Capture, graph: StepGraph, kind: _Kind) -> tuple[CutGraph, SplitPlan | None]:
         """Stages where the plan wants them, or, once there are stages for training, the same ones."""
@@ -392,7 +431,11 @@ def _result(
     """Losses and outputs of micro-batches as those of the batch; None for what other ranks have."""
     num_outputs = compiled.graphs.cut.num_outputs
     parts = [
-        compiled.graphs.captured.outputs.fill(tuple(one.get(index) for index in range(num_outputs)), own)
+        compiled.graphs.captured.outputs.fill(
+            Filling(
+                tuple(one.get(index) for index in range(num_outputs)), own, compiled.graphs.captured.recording.numbers
+            )
+        )
         for one, own in zip(outputs, leaves, strict=True)
     ]
     losses = [loss for loss, _ in parts if loss is not None]

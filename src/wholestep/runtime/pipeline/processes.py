@@ -8,17 +8,17 @@ Ranks of a job stand in rows: one row for each replica of the pipeline, one colu
 
 from __future__ import annotations
 
-import hashlib
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
+from wholestep import _ranks_torch
 from wholestep.errors import PipelineError
-from wholestep.pipe.cut import CutGraph
-from wholestep.pipe.schedule import Schedule
+from wholestep.runtime.agreement import lost_peer
 
 
 @dataclass(frozen=True)
@@ -31,62 +31,48 @@ class Processes:
     num_replicas: int
 
     @staticmethod
-    def of(num_ranks: int) -> Processes | None:
-        """The place of this process in a job of pipelines over `num_ranks` ranks; None if it is alone."""
-        world = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
-        if world == 1:
-            return None
-        num_replicas, rest = divmod(world, num_ranks)
-        if rest or not num_replicas:
-            raise PipelineError(
-                f"a schedule for {num_ranks} ranks does not fit a job of {world}: start a multiple of {num_ranks} "
-                "ranks, or choose stages and stages_per_rank to suit"
-            )
+    def of(num_ranks: int) -> Processes:
+        """The place of this process in a job of pipelines over `num_ranks` ranks; made by all ranks at once."""
+        num_replicas = require_room(num_ranks)
         replica, rank = divmod(dist.get_rank(), num_ranks)
+        group = dist.group.WORLD
+        assert group is not None
+        timeout = timedelta(seconds=_ranks_torch.group_timeout_s(group))  # a new group would have torch's own
         equals = None
         for column in range(num_ranks):  # all ranks make all groups, in the same order
             members = [row * num_ranks + column for row in range(num_replicas)]
-            group = dist.new_group(members) if num_replicas > 1 else None
+            group = dist.new_group(members, timeout=timeout) if num_replicas > 1 else None
             equals = group if column == rank else equals
         first = replica * num_ranks
         return Processes(rank, tuple(range(first, first + num_ranks)), equals, num_replicas)
 
 
+def is_distributed() -> bool:
+    """Whether there are other ranks."""
+    return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
+
+
+def require_room(num_ranks: int) -> int:
+    """How many pipelines over `num_ranks` ranks the job is; raises if it is none."""
+    world = dist.get_world_size()
+    num_replicas, rest = divmod(world, num_ranks)
+    if rest or not num_replicas:
+        raise PipelineError(
+            f"a schedule for {num_ranks} ranks does not fit a job of {world}: start a multiple of {num_ranks} ranks, "
+            "or choose stages and stages_per_rank to suit"
+        )
+    return num_replicas
+
+
 def share_model(model: nn.Module) -> None:
-    """Give all ranks rank 0's parameters and buffers."""
+    """Give all ranks rank 0's parameters and buffers, in the order of their names."""
+    tensors = dict(sorted([*model.named_parameters(), *model.named_buffers()]))
     with torch.no_grad():
-        for value in (*model.parameters(), *model.buffers()):
+        for name, value in tensors.items():
             whole = value.contiguous()
-            dist.broadcast(whole, 0)
+            try:
+                dist.broadcast(whole, 0)
+            except RuntimeError as error:
+                raise lost_peer(f"rank 0's {name}", error) from error
             if whole is not value:
                 value.copy_(whole)
-
-
-def require_agreement(cut: CutGraph, schedule: Schedule) -> None:
-    """Compare stages and schedule over all ranks before anything is sent; raises what differs, on every rank."""
-    own = _description(cut, schedule)
-    found: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(found, own)
-    for rank, other in enumerate(found):
-        different = [key for key in own if other[key] != found[0][key]]
-        if different:
-            raise PipelineError(
-                f"rank {rank} has another {different[0]} than rank 0: all ranks must build the same model, call the "
-                "pipeline with batches of the same shape and give the same options"
-            )
-
-
-def _description(cut: CutGraph, schedule: Schedule) -> dict[str, str]:
-    stages = [(program.slots, program.values, program.outputs) for stage in cut.stages for program in stage.programs]
-    shapes = [
-        (name, tuple(fake.shape), str(fake.dtype)) for stage in cut.stages for name, fake in sorted(stage.fakes.items())
-    ]
-    return {
-        "schedule": _hash(schedule.to_csv()),
-        "cut into stages": _hash(repr(stages)),
-        "shape of values": _hash(repr(shapes)),
-    }
-
-
-def _hash(text: str) -> str:
-    return hashlib.sha256(text.encode()).hexdigest()

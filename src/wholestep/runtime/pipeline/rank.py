@@ -8,7 +8,7 @@ from typing import Any, Protocol
 
 import torch
 
-from wholestep.errors import PipelineError
+from wholestep.errors import PipelineError, RankError
 from wholestep.pipe.cut import CutGraph
 from wholestep.pipe.schedule import Action, Kind, Schedule
 from wholestep.runtime.pipeline.clock import Clock, HostClock
@@ -156,7 +156,7 @@ class RankRun:
         """Values of a step that nobody will finish are let go: they may be most of the memory."""
         self._values = []
         self.exchange.fail(action, error)
-        if action is not None and not isinstance(error, PipelineError):
+        if action is not None and not isinstance(error, PipelineError | RankError):
             error.add_note(f"in {action} (stage {action.stage}, micro-batch {action.micro_batch}) of a pipeline")
 
 

@@ -14,7 +14,9 @@ from wholestep.graph import SlotKind
 from wholestep.pipe.cut import CutGraph
 from wholestep.pipe.schedule import Action, Schedule
 from wholestep.pipe.simulate import Timeline
+from wholestep.runtime.agreement import lost_peer, require_same
 from wholestep.runtime.pipeline.averages import Averages
+from wholestep.runtime.pipeline.calls import Calls
 from wholestep.runtime.pipeline.clock import clock_for, lead_s
 from wholestep.runtime.pipeline.draws import seed_of
 from wholestep.runtime.pipeline.exchange import ProcessExchange, sum_shares
@@ -71,6 +73,10 @@ class LocalPipeline:
             runner.gradients = {}
         return found
 
+    def total(self, squared: torch.Tensor, max_norm: float) -> torch.Tensor:
+        """The sum of a number over all processes, of which there is one."""
+        return squared
+
     def timeline(self) -> Timeline:
         """When everything ran in the last step: one action at a time, ranks take turns."""
         return _measured(self._name, self._run.spans())
@@ -82,7 +88,7 @@ class LocalPipeline:
 class PipelineRank:
     """The part of this process in a job of several."""
 
-    def __init__(self, graphs: Graphs, schedule: Schedule, seed: int, processes: Processes) -> None:
+    def __init__(self, graphs: Graphs, schedule: Schedule, seed: int, processes: Processes, calls: Calls) -> None:
         cut = graphs.cut
         own = schedule.stages_of(processes.rank)
         self._cut = cut
@@ -90,7 +96,7 @@ class PipelineRank:
         self._processes = processes
         self._runners = {stage: graphs.runner(stage) for stage in own}
         self._exchange = ProcessExchange(
-            cut, schedule, processes.rank, processes.pipeline, small=graphs.cuts[-1], num_large=graphs.num_large
+            cut, schedule, processes.rank, processes.pipeline, calls, small=graphs.cuts[-1], num_large=graphs.num_large
         )
         self._averages = Averages(processes.equals, processes.num_replicas, self._exchange.wait_for)
         replica = processes.pipeline[0] // len(processes.pipeline)  # each draws masks of its own
@@ -125,12 +131,24 @@ class PipelineRank:
         self._averages.finish()
         return found
 
+    def total(self, squared: torch.Tensor, max_norm: float) -> torch.Tensor:
+        """The sum of a number over all ranks of the job, replicas counted once; all of them must clip to one norm."""
+        own = torch.stack([squared.double(), torch.tensor(max_norm, dtype=torch.float64, device=squared.device)])
+        found = [torch.empty_like(own) for _ in range(dist.get_world_size())]
+        self._exchange.wait_for(dist.all_gather(found, own, async_op=True))
+        together = torch.stack(found)
+        require_same("the norms that gradients are clipped to", together[:, 1].tolist())
+        return (together[:, 0].sum() / self._processes.num_replicas).to(squared.dtype)
+
     def timeline(self) -> Timeline:
         """When everything ran in the last step on all ranks of this pipeline; to be called by all ranks of the job."""
         lead = lead_s()
         own = [(action, start - lead, end - lead) for action, start, end in self._run.spans()]
         found: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(found, [(str(action), start, end) for action, start, end in own])
+        try:
+            dist.all_gather_object(found, [(str(action), start, end) for action, start, end in own])
+        except RuntimeError as error:
+            raise lost_peer("what they measured", error) from error
         rows = [found[rank] for rank in self._processes.pipeline]
         return _measured(self._name, [[(Action.from_text(text), *times) for text, *times in row] for row in rows])
 

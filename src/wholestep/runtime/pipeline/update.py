@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
-from wholestep.runtime.pipeline.processes import Processes
 from wholestep.runtime.runner import StepOptions, StepRunner
 
 
@@ -28,18 +26,14 @@ def clip_gradients(
     parameters: Iterable[nn.Parameter],
     counted: Sequence[nn.Parameter],
     max_norm: float,
-    processes: Processes | None,
+    total: Callable[[torch.Tensor, float], torch.Tensor],
     device: torch.device,
 ) -> torch.Tensor:
     """Scale gradients down if their norm over all ranks is above `max_norm`; returns that norm.
 
-    Of all ranks of a pipeline, one counts a parameter. To be called by all ranks.
+    Of all ranks of a pipeline, one counts a parameter; `total` adds up a number of each. To be called by all ranks.
     """
     gradients = [parameter.grad for parameter in counted if parameter.grad is not None]
-    squared = nn.utils.get_total_norm(gradients).to(device).square()
-    if processes is not None:
-        dist.all_reduce(squared)
-        squared /= processes.num_replicas  # which have all the same gradients
-    norm = squared.sqrt()
+    norm = total(nn.utils.get_total_norm(gradients).to(device).square(), max_norm).sqrt()
     nn.utils.clip_grads_with_norm_(parameters, max_norm, norm)
     return norm

@@ -58,6 +58,7 @@ def test_every_dtype_comes_back_bit_for_bit(tmp_path: Path) -> None:
     tensors = every_dtype()
     write_tensors(tmp_path / "x", tensors, {"who": "me"})
     metadata, found = read_tensors(tmp_path / "x")
+    assert metadata.pop("sha256")
     assert metadata == {"who": "me"}
     assert_same(found, tensors)
     found["scalar"].add_(1)  # memory of one's own: the file stays as it is
@@ -82,6 +83,7 @@ def test_data_is_aligned_and_tensors_are_in_one_order(tmp_path: Path) -> None:
     length = int.from_bytes(data[:8], "little")
     assert length % 8 == 0
     header = json.loads(data[8 : 8 + length])
+    assert header.pop("__metadata__").keys() == {"sha256"}
     assert {name: entry["data_offsets"] for name, entry in header.items()} == {"a": [0, 4], "c": [4, 8], "b": [8, 11]}
 
 

@@ -379,6 +379,29 @@ def test_a_file_that_is_torn_missing_or_no_file_is_refused(tmp_path: Path, name:
         load_stage(tmp_path)
 
 
+def test_a_flipped_bit_in_the_weights_is_refused(tmp_path: Path) -> None:
+    """S12: a single one, anywhere in the file; only the padding of its header may be another kind of white space."""
+    saved(tmp_path)
+    path = tmp_path / "weights.safetensors"
+    content = path.read_bytes()
+    for position in range(0, len(content), 7):
+        changed_bit = bytearray(content)
+        changed_bit[position] ^= 1 << (position % 8)
+        path.write_bytes(changed_bit)
+        with pytest.raises(StageFileError):
+            load_stage(tmp_path)
+    path.write_bytes(content)
+    load_stage(tmp_path)
+
+
+def test_weights_without_a_checksum_are_refused(tmp_path: Path) -> None:
+    saved(tmp_path)
+    path = tmp_path / "weights.safetensors"
+    path.write_bytes(path.read_bytes().replace(b'"sha256"', b'"sha255"'))
+    with pytest.raises(StageFileError, match="have no checksum: save the stage again"):
+        load_stage(tmp_path)
+
+
 def test_a_folder_that_cannot_be_written_to_is_an_error_of_ours(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(StageFileError, match="cannot be written to"):

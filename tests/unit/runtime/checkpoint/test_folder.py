@@ -2,19 +2,26 @@
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import json
 import os
+import resource
 import shutil
+import subprocess
+import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 import wholestep
 from wholestep.errors import CheckpointError
 from wholestep.runtime.checkpoint import folder as folders
+from wholestep.runtime.checkpoint import lock as locks
 from wholestep.runtime.checkpoint.writing import Draft
 
 
@@ -34,7 +41,8 @@ def resumed(folder: Path) -> int:
 
 
 def names(folder: Path) -> list[str]:
-    return sorted(path.name for path in folder.iterdir())
+    """What is in a folder, without the lock of whoever saves there."""
+    return sorted(path.name for path in folder.iterdir() if path.name != ".lock")
 
 
 class Died(BaseException):
@@ -276,3 +284,59 @@ def test_other_folders_are_left_alone(tmp_path: Path) -> None:
         (tmp_path / name).mkdir()
     save(tmp_path, 1, 2, keep=1)
     assert names(tmp_path) == [".hidden", "notes", "step-00000002", "step-00000003x", "step-1"]
+
+
+HOLD = """
+import fcntl, os, sys, time
+handle = os.open(sys.argv[1] + "/.lock", os.O_RDWR)
+fcntl.lockf(handle, fcntl.LOCK_EX)
+os.truncate(handle, 0)
+os.write(handle, f"here, process {os.getpid()}".encode())
+print("has it", flush=True)
+time.sleep(600)
+"""
+"""Another job, as far as others see it."""
+
+
+def test_two_jobs_do_not_save_to_one_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """F6: each removed what the other was writing, and older checkpoints of both. It ends with the process."""
+    monkeypatch.setattr(locks, "_WAIT_S", 0.1)
+    save(tmp_path, 1)
+    with subprocess.Popen([sys.executable, "-c", HOLD, str(tmp_path)], stdout=subprocess.PIPE, text=True) as other:
+        assert other.stdout is not None
+        assert other.stdout.readline() == "has it\n"
+        with pytest.raises(CheckpointError, match=rf"another job \(.*process {other.pid}\) saves to .*of its own"):
+            save(tmp_path, 2)
+        assert resumed(tmp_path) == 1
+        other.kill()
+    save(tmp_path, 2)
+    assert resumed(tmp_path) == 2
+
+
+def test_a_folder_without_locks_is_left_as_it_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """What is in it may be somebody else's."""
+
+    def unknown(*_: Any) -> None:
+        raise OSError(errno.ENOLCK, "no locks available")
+
+    monkeypatch.setattr(fcntl, "lockf", unknown)
+    (tmp_path / ".writing-00000007-abcd").mkdir()
+    save(tmp_path, 2)
+    assert names(tmp_path) == [".writing-00000007-abcd", "step-00000002"]
+    assert "has no locks" in caplog.text
+
+
+def test_a_full_disk_is_called_so(tmp_path: Path) -> None:
+    """F7: torch says 'unexpected pos 704 vs 598'."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    checkpoints = wholestep.Checkpoints(tmp_path)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, before[1]))
+    try:
+        with pytest.raises(CheckpointError, match=rf"{tmp_path} cannot be written to: File too large$"):
+            checkpoints.save(1, position={"seen": torch.zeros(100_000)}, wait=True)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    save(tmp_path, 2)
+    assert names(tmp_path) == ["step-00000002"]

@@ -222,7 +222,7 @@ def no_dict(metadata: Any) -> None:
         (negative, "has no number where one should be"),
         (enormous, r"the blocks of model\.weight do not fill it"),
         (holes, r"the blocks of model\.weight do not fill it"),
-        (the_same_bytes_again_and_again, "its entries have more bytes than its files"),
+        (the_same_bytes_again_and_again, "two of its entries overlap in __0_0.distcp"),
         (encoded, "encoded in a way that is not known here"),
         (deep, "has no path where one should be"),
         (twice, "it has extra.list twice"),
@@ -263,6 +263,119 @@ def test_a_value_that_nests_too_deeply(checkpoint: Path) -> None:
             deep_one.writestr(name, program if name.endswith("data.pkl") else source.read(name))
     replaced_entry(checkpoint, "extra.text", buffer.getvalue())
     refused(checkpoint, "it nests too deeply")
+
+
+def shared(depth: int) -> bytes:
+    """A program for a tuple of two tuples that are one, of two that are one, ...: 2^depth to walk or to hash."""
+    return b")" + b"".join(b"q%ch%c\x86" % (number, number) for number in range(depth))
+
+
+def with_program(checkpoint: Path, program: bytes) -> None:
+    """Let an entry be what a program makes, in an archive as torch writes it."""
+    buffer = io.BytesIO()
+    with zipfile.ZipFile(io.BytesIO(archived([]))) as source, zipfile.ZipFile(buffer, "w") as other:
+        for name in source.namelist():
+            other.writestr(name, program if name.endswith("data.pkl") else source.read(name))
+    replaced_entry(checkpoint, "extra.text", buffer.getvalue())
+
+
+def test_metadata_with_a_key_that_takes_for_ever_to_hash(checkpoint: Path) -> None:
+    """F4: 262 bytes."""
+    (checkpoint / ".metadata").write_bytes(b"\x80\x02}" + shared(60) + b"Ns.")
+    bless(checkpoint)
+    refused(checkpoint, "a dict with other keys than names")
+
+
+@pytest.mark.parametrize(
+    "program",
+    [
+        pytest.param(shared(60), id="a value"),
+        pytest.param(b"}" + shared(60) + b"Ns", id="a key"),
+        pytest.param(b"}(" + shared(60) + b"Nu", id="keys"),
+        pytest.param(b"ccollections\nOrderedDict\n](" + shared(60) + b"N\x86e\x85R", id="a key of an argument"),
+        pytest.param(
+            b"]q\x00("
+            + b"".join(b"]q%c" % n for n in range(1, 40))
+            + b"e"
+            + b"".join(b"h%c(h%ch%ce" % (n, n + 1, n + 1) for n in range(1, 39))
+            + b"h\x00",
+            id="filled from the top",
+        ),
+        pytest.param(b"]q\x00h\x00a", id="a list in itself"),
+    ],
+)
+def test_values_that_grow_out_of_proportion(program: bytes, checkpoint: Path) -> None:
+    """F4: torch's own loader, or whoever walks what it returns, would take 2^60 steps."""
+    with_program(checkpoint, b"\x80\x02" + program + b".")
+    refused(checkpoint, "one of its entries is much larger in memory than in its file")
+
+
+def test_values_that_share_a_little_are_read(checkpoint: Path) -> None:
+    with_program(checkpoint, b"\x80\x02" + shared(6) + b".")
+    load(checkpoint)
+
+
+@pytest.mark.parametrize("program", [b"\x80\x02X\x01\x00\x00\x00aQ.", b"\x80\x04\x8c\x01a.", b"\x80\x02h\x07."])
+def test_programs_that_torch_does_not_write(program: bytes, checkpoint: Path) -> None:
+    with_program(checkpoint, program)
+    refused(checkpoint, "cannot be loaded: ")
+
+
+@pytest.mark.parametrize("value", [torch.zeros(1).expand(10**12), torch.empty(10**12, device="meta")])
+def test_tensors_without_memory_of_their_own(value: torch.Tensor, checkpoint: Path) -> None:
+    """F4: a few bytes that claim to be terabytes."""
+    replaced_entry(checkpoint, "extra.list", archived([value]))
+    refused(checkpoint, "one of its tensors has no memory of its own for each element")
+
+
+@pytest.mark.parametrize("name", [".metadata", "manifest.json", "__0_0.distcp"])
+def test_a_pipe_is_not_waited_for(name: str, checkpoint: Path, tmp_path: Path) -> None:
+    """F4: opening one without a writer waits for ever."""
+    (checkpoint / name).unlink()
+    os.mkfifo(checkpoint / name)
+    refused(checkpoint, "is no ordinary file|is missing")
+    assert wholestep.Checkpoints(tmp_path).resume(model=nn.Linear(3, 2), extra={}) == 0
+
+
+def test_a_pipe_where_plain_torch_left_metadata(checkpoint: Path) -> None:
+    for name in ("manifest.json", ".metadata"):
+        (checkpoint / name).unlink()
+    os.mkfifo(checkpoint / ".metadata")
+    refused(checkpoint, r"\.metadata is no ordinary file")
+
+
+def overlapping_blocks(metadata: Any) -> None:
+    """Two blocks of the right volume together, one on top of the other."""
+    tensor = metadata.state_dict_metadata["model.weight"]
+    [block] = tensor.chunks
+    kind, (index, info) = (
+        type(block),
+        next((index, info) for index, info in metadata.storage_data.items() if index.fqn == "model.weight"),
+    )
+    first, second = torch.Size([0, 0]), torch.Size([0, 1])
+    tensor.chunks[:] = [kind(offsets=first, sizes=torch.Size([2, 2])), kind(offsets=second, sizes=torch.Size([2, 1]))]
+    del metadata.storage_data[index]
+    half = info.length // 2
+    for offset, begin in ((first, info.offset), (second, info.offset + half)):
+        place = type(info)(info.relative_path, begin, half)
+        metadata.storage_data[type(index)("model.weight", offset)] = place
+
+
+def test_blocks_that_overlap(checkpoint: Path) -> None:
+    """F4: their volumes add up, and a part of the tensor is never written."""
+    data = archived(torch.zeros(2, 2)).ljust(4096, b"\0"), archived(torch.zeros(2, 1)).ljust(4096, b"\0")
+    replaced_entry(checkpoint, "model.weight", b"".join(data))
+    edit_metadata(checkpoint, overlapping_blocks)
+    refused(checkpoint, "overlap")
+
+
+def test_a_manifest_of_another_step(checkpoint: Path, tmp_path: Path) -> None:
+    """F4: a folder that was renamed says two things."""
+    checkpoint.rename(tmp_path / "step-00000009")
+    refused(tmp_path / "step-00000009", "its manifest is that of step 1")
+    assert wholestep.Checkpoints(tmp_path).resume(model=nn.Linear(3, 2), extra={}) == 0
+    (tmp_path / "step-00000009").rename(tmp_path / "best")
+    load(tmp_path / "best")
 
 
 @settings(

@@ -13,7 +13,9 @@ from hypothesis import strategies as st
 from tests.parity import differences
 from tests.training_runs import Run, TiedNet, newest
 from torch import nn
-from torch.optim import SGD, AdamW
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
+from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
+from torch.optim import SGD, Adam, AdamW, RMSprop
 from torch.optim.lr_scheduler import LambdaLR, LinearLR, MultiStepLR, OneCycleLR, SequentialLR
 
 import wholestep
@@ -171,7 +173,7 @@ def test_what_cannot_be_saved(state: dict[str, Any], message: str, tmp_path: Pat
         checkpoints.save(1, **state)
     assert not list(tmp_path.glob("step-*"))
     checkpoints.save(1, extra={"good": 1}, wait=True)
-    assert [path.name for path in tmp_path.iterdir()] == ["step-00000001"]
+    assert [path.name for path in tmp_path.iterdir() if path.name != ".lock"] == ["step-00000001"]
 
 
 def other_shapes(run: Run) -> dict[str, Any]:
@@ -197,6 +199,15 @@ def moved_parameter(run: Run) -> dict[str, Any]:
     return run.state | {"optimizer": AdamW([{"params": group} for group in groups])}
 
 
+def another_optimizer(run: Run) -> dict[str, Any]:
+    groups = [{"params": group["params"]} for group in run.optimizer.param_groups]
+    return run.state | {"optimizer": SGD(groups, lr=0.1, momentum=0.9)}
+
+
+def a_relative(run: Run) -> dict[str, Any]:
+    return run.state | {"optimizer": Adam([{"params": group["params"]} for group in run.optimizer.param_groups])}
+
+
 def no_model(run: Run) -> dict[str, Any]:
     return {"optimizer": run.optimizer}
 
@@ -213,6 +224,8 @@ def more(run: Run) -> dict[str, Any]:
         (wider, r"model\.hidden\.weight has shape \(8, 8\) in it and \(9, 8\) here"),
         (one_group, "optimizer has 2 parameter groups in it and 1 here"),
         (moved_parameter, r"optimizer\.param_groups\[0\]\.hidden\.weight"),
+        (another_optimizer, "optimizer is a torch.optim.adamw.AdamW in it and a torch.optim.sgd.SGD here"),
+        (a_relative, "optimizer is a torch.optim.adamw.AdamW in it and a torch.optim.adam.Adam here"),
         (no_model, "names its parameters: pass the model"),
         (more, "it has no 'ema'"),
     ],
@@ -254,3 +267,91 @@ def test_state_of_each_rank(tmp_path: Path) -> None:
     loader: dict[str, int] = {}
     assert checkpoints.resume(per_rank={"loader": loader}, common={}) == 4
     assert loader == {"offset": 7}
+
+
+def of_plain_torch(tmp_path: Path, optimizer: Any, model: nn.Module) -> Path:
+    """A checkpoint as torch writes it, which does not say of which class an optimizer is."""
+    model(torch.randn(3, 4)).sum().backward()
+    optimizer.step()
+    own = get_optimizer_state_dict(model, optimizer)
+    dcp_save({"model": model.state_dict(), "optimizer": own}, checkpoint_id=tmp_path / "plain", no_dist=True)
+    return tmp_path / "plain"
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning", "ignore:torch.distributed is disabled:UserWarning")
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda parameters: SGD(parameters, lr=0.1, momentum=0.9), "it was saved from another optimizer than SGD"),
+        (lambda parameters: RMSprop(parameters, lr=0.1), "it was saved from another optimizer than RMSprop"),
+    ],
+)
+def test_state_of_another_optimizer_changes_nothing(make: Any, message: str, tmp_path: Path) -> None:
+    """F5: a KeyError after the model was overwritten, or an optimizer that fails in its next step."""
+    model = nn.Linear(4, 2)
+    path = of_plain_torch(tmp_path, AdamW(model.parameters()), model)
+    other = nn.Linear(4, 2)
+    optimizer, weight = make(other.parameters()), other.weight.detach().clone()
+    with pytest.raises(CheckpointError, match=message):
+        wholestep.load_checkpoint(path, model=other, optimizer=optimizer)
+    assert torch.equal(other.weight, weight)
+    assert not optimizer.state
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning", "ignore:torch.distributed is disabled:UserWarning")
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (
+            lambda state: state.update(exp_avg=torch.zeros(3)),
+            r"weight\.exp_avg has shape \(3,\) in it and \(2, 4\) here",
+        ),
+        (lambda state: state.pop("exp_avg_sq"), r"it has no optimizer\.state\.weight\.exp_avg_sq"),
+    ],
+)
+def test_state_that_does_not_fit_its_parameter(change: Any, message: str, tmp_path: Path) -> None:
+    """F4: state of another shape was accepted."""
+    model = nn.Linear(4, 2)
+    optimizer = AdamW(model.parameters())
+    model(torch.randn(3, 4)).sum().backward()
+    optimizer.step()
+    change(optimizer.state[model.weight])
+    path = tmp_path / "step-00000001"
+    wholestep.Checkpoints(tmp_path).save(1, model=model, optimizer=optimizer, wait=True)
+    other = nn.Linear(4, 2)
+    weight = other.weight.detach().clone()
+    with pytest.raises(CheckpointError, match=message):
+        wholestep.load_checkpoint(path, model=other, optimizer=AdamW(other.parameters()))
+    assert torch.equal(other.weight, weight)
+
+
+class Stubborn:
+    """Something that takes no state, and an integer that is its state."""
+
+    def __init__(self, fails: bool) -> None:
+        self.fails = fails
+        self.seen = 0
+
+    def state_dict(self) -> dict[str, int]:
+        return {"seen": self.seen}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        if self.fails and state["seen"]:
+            raise KeyError("position")
+        self.seen = state["seen"]
+
+
+@pytest.mark.parametrize("order", [("model", "first", "second"), ("second", "first", "model")])
+def test_an_object_that_refuses_its_state_leaves_all_as_it_was(order: tuple[str, ...], tmp_path: Path) -> None:
+    model, first, second = nn.Linear(4, 2), Stubborn(False), Stubborn(False)
+    first.seen = second.seen = 3
+    optimizer = AdamW(model.parameters())
+    wholestep.Checkpoints(tmp_path).save(1, model=model, optimizer=optimizer, first=first, second=second, wait=True)
+    state = {"model": nn.Linear(4, 2), "first": Stubborn(False), "second": Stubborn(True)}
+    other = {"optimizer": AdamW(state["model"].parameters(), lr=0.5), **{name: state[name] for name in order}}
+    weight = state["model"].weight.detach().clone()
+    with pytest.raises(CheckpointError, match=r"cannot be loaded: .*KeyError"):
+        wholestep.Checkpoints(tmp_path).resume(**other)
+    assert torch.equal(state["model"].weight, weight)
+    assert (state["first"].seen, state["second"].seen) == (0, 0)
+    assert other["optimizer"].param_groups[0]["lr"] == 0.5

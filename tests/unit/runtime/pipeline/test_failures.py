@@ -8,8 +8,9 @@ import pytest
 import torch.distributed as dist
 
 from wholestep.pipe import Action
+from wholestep.runtime.agreement import plain
 from wholestep.runtime.pipeline import failures
-from wholestep.runtime.pipeline.failures import Alarm, Watch, plain, sentence
+from wholestep.runtime.pipeline.failures import Alarm, Watch, sentence
 
 
 def alarms(number: int) -> list[Alarm]:

@@ -1,0 +1,64 @@
+"""Functionalisation that does as eager does: in-place ops leave their tensor in its layout, questions get answers."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+from torch import fx
+
+from wholestep import _torch
+from wholestep.capture.questions import is_asking
+from wholestep.capture.session import Session
+from wholestep.graph import ops
+
+_MOVING = frozenset({"copy_", "fill_", "zero_", "masked_fill_", "index_fill_", "index_copy_", "scatter_", "index_put_"})
+
+
+class Functional(_torch.FunctionalTensorMode):
+    """Traces in-place ops as functions whose results have the strides of the tensor they stand for.
+
+    Where a function would give other ones, its node is marked `in_layout`. Operators that look at values are answered
+    where the call decides them (see `Questions`).
+    """
+
+    def __init__(self, session: Session) -> None:
+        super().__init__()
+        self._session = session
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if is_asking(func) and not _torch.is_constant(args[0]) and self._session.can_answer(*args):
+            return self._session.answer(func, args)
+        if not _computes_in_place(func) or not isinstance(args[0], _torch.FunctionalTensor):
+            return super().__torch_dispatch__(func, types, args, kwargs)
+        layouts, nodes = self._session.fake_mode, self._session.tracer.graph.nodes
+        last = next(iter(reversed(nodes)), None)
+        with layouts.in_place(func, args[0]):
+            result = super().__torch_dispatch__(func, types, args, kwargs)
+            if layouts.has_kept_layout:
+                _mark(nodes, last, func)
+        return result
+
+
+def _mark(nodes: Any, last: fx.Node | None, func: Any) -> None:
+    for node in reversed(nodes):
+        if node is last:
+            return
+        if ops.in_place_twin(node.target) is func:
+            node.meta["in_layout"] = True
+            return
+
+
+@functools.cache
+def _computes_in_place(func: Any) -> bool:
+    """Whether an operator does nothing but change its first argument, by arithmetic (values that it only moves do not
+    round) and without random numbers.
+    """
+    if _torch.namespace(func) != "aten" or torch.Tag.nondeterministic_seeded in _torch.tags(func):
+        return False
+    if _torch.packet_name(func) in _MOVING:
+        return False
+    return ops.written_arguments(func) == (0,) and len(_torch.schema(func).returns) == 1

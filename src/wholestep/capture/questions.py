@@ -1,0 +1,139 @@
+"""Values that a step asks about while it is traced, and that the call's own arguments decide.
+
+    if attention_mask.all(): ...           eager looks at the batch, and so does the capture:
+
+    traced     batch.mask -> all -> _local_scalar_dense        the nodes that the question depends on, and no others
+    answered   by running those nodes on the real arguments    eager's branch is taken
+    guarded    by running them again at each call              another answer is another graph
+
+Only what is known before the step runs can be answered: arguments, buffers and constants, through ops without random
+numbers. Values that depend on parameters or on what the step has computed from them are refused, as ever.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import fx, nn
+
+from wholestep import _torch
+from wholestep.capture import blank, source
+from wholestep.errors import CaptureError
+from wholestep.graph import Phase, Slot, SlotKind, StepGraph, map_nodes, ops
+
+_KNOWN_BEFORE = (SlotKind.BATCH, SlotKind.BUFFER, SlotKind.CONSTANT)
+_MAX_NODES = 500
+_MAX_QUESTIONS = 200
+
+
+@functools.cache
+def is_asking(func: Any) -> bool:
+    """Whether an operator looks at a value, as all ways to do so end in one: `.item()`, `bool()`, `torch.equal`."""
+    returned = [str(value.type) for value in _torch.schema(func).returns]
+    return torch.Tag.data_dependent_output in _torch.tags(func) and returned in (["number"], ["bool"])
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What a value was at capture, and the line that asked for it."""
+
+    value: Any
+    where: str
+
+
+@dataclass(frozen=True)
+class Asked:
+    """All questions of a step as one graph, whose outputs are to be equal to the answers."""
+
+    graph: StepGraph
+    answers: tuple[Answer, ...]
+
+
+@dataclass
+class Questions:
+    """Questions of a trace in progress. With `is_answering` False none can be asked: nobody would guard the answers."""
+
+    is_answering: bool = False
+    _asked: dict[fx.Node, Answer] = field(default_factory=dict)
+    _values: dict[fx.Node, Any] = field(default_factory=dict)
+
+    def can_answer(self, node: fx.Node, reals: Mapping[str, Any], slots: Mapping[str, Slot]) -> bool:
+        """Whether a value is known before the step runs; `reals` and `slots` are those of inputs, by their names."""
+        if not self.is_answering:
+            return False
+        nodes = _ancestors(node)
+        return nodes is not None and all(_is_known_before(other, reals, slots) for other in nodes)
+
+    def answer(self, tracer: Any, func: Any, args: tuple[Any, ...], reals: Mapping[str, Any]) -> Any:
+        """Put a question: run its nodes on real values, and remember it; `args` are nodes and plain values."""
+        if len(self._asked) == _MAX_QUESTIONS:
+            raise CaptureError(
+                f"the step looks at more than {_MAX_QUESTIONS} values of its batch",
+                location=source.current_location(),
+                advice="Look at values before the call, and pass what follows from them as arguments",
+            )
+        node = tracer.graph.call_function(func, args)
+        with _torch.real_kernels():
+            value = _evaluated(node, tracer, reals, self._values)
+        node.meta["val"] = value
+        self._asked[node] = Answer(value, source.current_line())
+        return value
+
+    def settled(self, slots: Mapping[str, Slot], fake_mode: Any) -> Asked | None:
+        """The questions as a graph of their own, once all inputs of the traced graph are placeholders."""
+        self._values.clear()
+        if not self._asked:
+            return None
+        needed = {other for node in self._asked for other in (node, *(_ancestors(node) or ()))}
+        graph = fx.Graph()
+        copies: dict[fx.Node, fx.Node] = {}
+        in_order = [node for node in next(iter(self._asked)).graph.nodes if node in needed]
+        for node in sorted(in_order, key=lambda node: node.op != "placeholder"):  # stable: inputs first
+            copies[node] = graph.node_copy(node, copies.__getitem__)
+            copies[node].meta.setdefault("phase", Phase.FORWARD)
+        outputs = tuple(copies[node] for node in self._asked)
+        graph.output({"outputs": outputs, "updates": {}, "results": {}})
+        own = {copies[node].name: slots[node.name] for node in in_order if node.op == "placeholder"}
+        asked = StepGraph(_torch.graph_module(nn.Module(), graph), own, fake_mode)
+        return Asked(asked, tuple(self._asked.values()))
+
+
+def _ancestors(node: fx.Node) -> list[fx.Node] | None:
+    """A node and all that it is computed from; None if that is more than a question may cost."""
+    seen: dict[fx.Node, None] = {}
+    pending = [node]
+    while pending:
+        current = pending.pop()
+        if current not in seen:
+            seen[current] = None
+            pending += current.all_input_nodes
+        if len(seen) > _MAX_NODES:
+            return None
+    return list(seen)
+
+
+def _is_known_before(node: fx.Node, reals: Mapping[str, Any], slots: Mapping[str, Slot]) -> bool:
+    if node.op == "placeholder":
+        return slots[node.name].kind in _KNOWN_BEFORE and not blank.is_blank(reals[node.name])
+    return node.op == "get_attr" or (node.op == "call_function" and ops.is_pure(node.target))
+
+
+def _evaluated(node: fx.Node, tracer: Any, reals: Mapping[str, Any], values: dict[fx.Node, Any]) -> Any:
+    """The real value of a node; `values` has those that are known already."""
+    wanted = {*(_ancestors(node) or ())}
+    for other in node.graph.nodes:
+        if other not in wanted or other in values:
+            continue
+        if other.op == "placeholder":
+            values[other] = reals[other.name]
+        elif other.op == "get_attr":
+            values[other] = getattr(tracer.root, str(other.target))
+        else:
+            args, kwargs = map_nodes((other.args, other.kwargs), values.__getitem__)
+            target: Any = other.target
+            values[other] = target(*args, **kwargs)
+    return values[node]

@@ -1,0 +1,495 @@
+"""What is called, and what that means for the recording.
+
+Python functions are followed. A C function cannot be: what it is given counts as read, whole (`read_deep`), and what it
+does besides is known for those that matter:
+
+    getattr, vars, len, list.append, dict.items, ...     reads and writes, like the instructions for them
+    print, logging, warnings, progress bars              done again at each call (`output`)
+    random, numpy.random                                 drawn again at each call (`draws`)
+    math.cos, round, float of a changing number          computed again at each call (`numbers`)
+    clocks, files, processes, iterators from outside     refused by name
+
+`choose` is asked before each call and says what is called instead; mostly the callable itself.
+"""
+
+from __future__ import annotations
+
+import builtins
+import functools
+import math
+import operator
+import types
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from wholestep.capture.record import numbers
+from wholestep.capture.record.places import CONTAINERS, is_plain
+
+if TYPE_CHECKING:
+    from wholestep.capture.record.recorder import Recorder
+
+Handler = Callable[["Recorder", Any, tuple[Any, ...], dict[str, Any]], Any]
+
+_C_CALLABLES = (
+    types.BuiltinFunctionType,
+    types.MethodWrapperType,
+    types.MethodDescriptorType,
+    types.WrapperDescriptorType,
+    types.ClassMethodDescriptorType,
+)
+# Functions of these modules depend on nothing but what they are given.
+_PURE_MODULES = frozenset(
+    [
+        "builtins",
+        "math",
+        "cmath",
+        "_operator",
+        "operator",
+        "itertools",
+        "_functools",
+        "_collections",
+        "_abc",
+        "_struct",
+        "_json",
+        "_sre",
+        "_heapq",
+        "_bisect",
+        "_weakref",
+        "_thread",
+        "sys",
+        "gc",
+        "_warnings",
+        "numpy",
+        "torch",
+        "_statistics",
+        "_string",
+        "_datetime",
+        "array",
+        "binascii",
+        "zlib",
+        "_codecs",
+        "unicodedata",
+        "_typing",
+        "_contextvars",
+        "copyreg",
+        "_signal",
+        "errno",
+        "marshal",
+        "_imp",
+        "_ast",
+        "_symtable",
+    ]
+)
+_CLOCKS = ("time",)
+
+_ON_NUMBERS = frozenset(
+    [*(f for f in vars(math).values() if isinstance(f, types.BuiltinFunctionType)), abs, round, pow, divmod, float, int]
+)
+
+
+def choose(recorder: Recorder, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """What to call in place of `function` with these arguments."""
+    kind = type(function)
+    if kind is types.FunctionType:
+        return _python(recorder, function, args, kwargs)
+    if kind is types.MethodType:
+        return _method(recorder, function, args, kwargs)
+    if isinstance(function, nn.Module):
+        recorder.enter_module(function)
+        return function
+    if any(type(arg) is numbers.Number for arg in (*args, *kwargs.values())):
+        return _with_numbers(recorder, function, args, kwargs)
+    if isinstance(function, type):
+        return _class(recorder, function, args, kwargs)
+    if kind in _C_CALLABLES or kind is types.BuiltinMethodType:
+        return _builtin(recorder, function, args, kwargs)
+    if kind is functools.partial:
+        recorder.read_deep(function)
+        for part in (function.func, *function.args, *function.keywords.values()):
+            recorder.follow_all(part)
+        inner = choose(recorder, function.func, (*function.args, *args), {**function.keywords, **kwargs})
+        return function if inner is function.func else functools.partial(inner, *function.args, **function.keywords)
+    if kind in _GETTERS:
+        _GETTERS[kind](recorder, function, args)
+        return function
+    if kind is functools._lru_cache_wrapper:  # pyright: ignore[reportPrivateUsage]
+        return recorder.cached_call(function)
+    recorder.follow_operators(function)
+    recorder.follow_all(vars(kind).get("__call__"))
+    _give(recorder, args, kwargs)
+    return function
+
+
+def _python(recorder: Recorder, function: types.FunctionType, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    handler = recorder.handlers.get(function)
+    if handler is not None:
+        return handler(recorder, function, args, kwargs)
+    if recorder.follow(function):
+        recorder.read_defaults(function)
+        return function
+    recorder.follow_all(function)
+    _give(recorder, args, kwargs)
+    if any(type(arg) is numbers.Number for arg in (*args, *kwargs.values())):
+        return _with_numbers(recorder, function, args, kwargs)
+    return function
+
+
+def _method(recorder: Recorder, method: types.MethodType, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    recorder.read_bound(method)
+    handler = recorder.handler_of(method.__self__)
+    if handler is not None:
+        return handler(recorder, method, args, kwargs)
+    function = method.__func__
+    if type(function) is functools._lru_cache_wrapper:  # pyright: ignore[reportPrivateUsage]
+        return functools.partial(recorder.cached_call(function), method.__self__)
+    if isinstance(function, types.FunctionType) and recorder.follow(function):
+        recorder.read_defaults(function)
+        return method
+    recorder.follow_all(function)
+    recorder.follow_operators(method.__self__)
+    _give(recorder, (method.__self__, *args), kwargs)
+    return method
+
+
+def _class(recorder: Recorder, cls: type, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    handler = recorder.handlers.get(cls)
+    if handler is not None:
+        return handler(recorder, cls, args, kwargs)
+    for name in ("__new__", "__init__", "__post_init__"):
+        recorder.follow_all(getattr(cls, name, None))
+    recorder.follow_operators(cls)
+    if not any(isinstance(vars(base).get("__init__"), types.FunctionType) for base in cls.__mro__):
+        _give(recorder, args, kwargs)
+    return cls
+
+
+def _builtin(recorder: Recorder, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    try:
+        handler = recorder.handlers.get(function)
+    except TypeError:  # bound to something that has no hash
+        handler = None
+    if handler is not None:
+        return handler(recorder, function, args, kwargs)
+    owner = getattr(function, "__self__", None)
+    if owner is None or isinstance(owner, types.ModuleType):
+        _refuse_effects(recorder, function, owner)
+        _give(recorder, args, kwargs)
+        return function
+    recorder.read_bound(function)
+    if function.__name__ in _ATTRIBUTE_METHODS and not isinstance(owner, torch.Tensor):
+        _ATTRIBUTE_METHODS[function.__name__](recorder, owner, *args)
+        return function
+    handler = recorder.handler_of(owner)
+    if handler is not None:
+        return handler(recorder, function, args, kwargs)
+    if isinstance(owner, CONTAINERS) and not isinstance(owner, type):
+        _container_method(recorder, owner, function.__name__, args, kwargs)
+        return function
+    if isinstance(owner, type) or is_plain(owner) or isinstance(owner, torch.Tensor):
+        _give(recorder, args, kwargs)
+        return function
+    return _object_method(recorder, owner, function, args, kwargs)
+
+
+def _object_method(recorder: Recorder, owner: Any, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    _give(recorder, (owner, *args), kwargs)
+    if recorder.place_of(owner) is None or isinstance(owner, np.ndarray):
+        return function
+    name = type(owner).__module__.split(".")[0]
+    if name in ("torch", "_thread", "re", "_sre") or function.__name__.startswith("__"):
+        return function
+    if hasattr(type(owner), "__next__"):
+        recorder.refuse(
+            f"takes items from an iterator that outlives it (a {type(owner).__name__})", "Call next() outside the step"
+        )
+    recorder.refuse(
+        f"calls {type(owner).__name__}.{function.__name__}(), which cannot be followed",
+        "Call it outside the step, and pass what it returns",
+    )
+    return function
+
+
+def _refuse_effects(recorder: Recorder, function: Any, module: types.ModuleType | None) -> None:
+    """C functions that look at the world, or that nobody knows."""
+    name = str(getattr(function, "__module__", None) or (module.__name__ if module else "builtins"))
+    root = name.split(".")[0]
+    if root in _CLOCKS:
+        recorder.refuse(
+            f"asks the clock ({name}.{function.__name__})", "Measure time outside the step: it returns before it ran"
+        )
+    if root not in _PURE_MODULES and isinstance(function, types.BuiltinFunctionType):
+        if name in ("posix", "nt") and function.__name__ in ("fspath", "getpid"):
+            return
+        recorder.refuse(f"calls {name}.{function.__name__}(), which cannot be followed", "Call it outside the step")
+
+
+def _give(recorder: Recorder, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Arguments of a call that cannot be followed: read whole, maybe written to, and called."""
+    for arg in (*args, *kwargs.values()):
+        if is_plain(arg) or isinstance(arg, torch.Tensor):
+            continue
+        recorder.follow_all(arg)
+        if isinstance(arg, type):
+            recorder.read_class(arg)
+        elif recorder.place_of(arg) is not None:
+            recorder.read_deep(arg)
+            recorder.might_change(arg)
+        elif type(arg) in (list, tuple):
+            _give(recorder, tuple(arg), {})
+
+
+def _with_numbers(recorder: Recorder, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """A call with a changing number among its arguments: computed again, exchanged by torch's own kind, or settled."""
+    if function in _ON_NUMBERS and all(
+        type(numbers.value_of(arg)) in (int, float, bool) for arg in (*args, *kwargs.values())
+    ):
+        return functools.partial(_compute, function)
+    if function in (min, max, sum, isinstance, print, getattr, setattr, str, repr, format, type):
+        return (
+            _class(recorder, function, args, kwargs)
+            if isinstance(function, type)
+            else _builtin(recorder, function, args, kwargs)
+        )
+    root = str(getattr(function, "__module__", None) or type(getattr(function, "__self__", None)).__module__)
+    is_torch = root.split(".")[0] == "torch" or isinstance(getattr(function, "__self__", None), torch.Tensor)
+    if is_torch or isinstance(function, type(torch.ops.aten.add)):
+        return functools.partial(_with_symbols, recorder, function)
+    if isinstance(function, type):
+        return _class(recorder, function, args, kwargs)
+    return _builtin(recorder, function, args, kwargs)
+
+
+def _compute(function: Any, *args: Any, **kwargs: Any) -> Any:
+    return numbers.called(function, args, kwargs)
+
+
+def _with_symbols(recorder: Recorder, function: Any, *args: Any, **kwargs: Any) -> Any:
+    exchange = recorder.symbol_of
+    given = [exchange(arg) if type(arg) is numbers.Number else arg for arg in args]
+    named = {key: exchange(arg) if type(arg) is numbers.Number else arg for key, arg in kwargs.items()}
+    with recorder.symbolic([*args, *kwargs.values()]):
+        return function(*given, **named)
+
+
+# Containers
+
+_READERS = frozenset(
+    [
+        "keys",
+        "values",
+        "items",
+        "get",
+        "copy",
+        "index",
+        "count",
+        "__iter__",
+        "__len__",
+        "__contains__",
+        "__getitem__",
+        "__eq__",
+        "__ne__",
+        "__lt__",
+        "__le__",
+        "__gt__",
+        "__ge__",
+        "__add__",
+        "__mul__",
+        "__reversed__",
+        "__or__",
+        "union",
+        "intersection",
+        "difference",
+        "symmetric_difference",
+        "issubset",
+        "issuperset",
+        "isdisjoint",
+        "__repr__",
+        "__str__",
+        "__format__",
+        "__hash__",
+        "__sizeof__",
+        "__reduce__",
+        "__reduce_ex__",
+        "__class_getitem__",
+        "_asdict",
+    ]
+)
+
+
+def _container_method(recorder: Recorder, owner: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """A method of a builtin container; one that may write is noted with what it is given."""
+    _give(recorder, args, kwargs)
+    if recorder.place_of(owner) is None:
+        return
+    if isinstance(owner, dict):
+        _dict_method(recorder, owner, name, args)
+    elif name in ("append", "appendleft", "add", "discard"):
+        recorder.about_to_change(owner, name, *args)
+    elif name in ("extend", "extendleft", "update") and all(isinstance(arg, (list, tuple)) for arg in args):
+        recorder.about_to_change(owner, name, *map(tuple, args))
+    elif name in ("insert", "clear", "__setitem__", "__delitem__", "reverse", "rotate"):
+        recorder.about_to_change(owner, name, *args)
+    elif name in ("pop", "popleft") and not isinstance(owner, set):
+        _read_popped(recorder, owner, name, args)
+        recorder.about_to_change(owner, name, *args)
+    else:
+        recorder.read_all(owner)
+        if name not in _READERS:
+            recorder.about_to_change(owner, name, *args)
+
+
+def _read_popped(recorder: Recorder, owner: Any, name: str, args: tuple[Any, ...]) -> None:
+    index = args[0] if args else (0 if name == "popleft" else -1)
+    if type(index) is not int or not -len(owner) <= index < len(owner):
+        recorder.read_all(owner)
+        return
+    if index < 0:
+        recorder.length(owner)
+    recorder.read_item(owner, index % len(owner))
+
+
+def _dict_method(recorder: Recorder, owner: dict[Any, Any], name: str, args: tuple[Any, ...]) -> None:
+    if name in ("get", "setdefault", "pop", "__getitem__") and args:
+        recorder.identify(args[0])
+        recorder.read_item(owner, args[0])
+        if name in ("setdefault", "pop"):
+            recorder.about_to_change(owner)
+    elif name == "__contains__":
+        recorder.read_presence(owner, args[0])
+    elif name in ("update", "clear", "__setitem__", "__delitem__"):
+        recorder.about_to_change(owner)
+    elif name in ("move_to_end", "popitem"):
+        recorder.read_all(owner)
+        recorder.about_to_change(owner)
+    else:
+        recorder.read_all(owner)
+        if name not in _READERS:
+            recorder.about_to_change(owner)
+
+
+# Builtins with a meaning of their own
+
+
+def _getattr(recorder: Recorder, function: Any, args: tuple[Any, ...], _kwargs: dict[str, Any]) -> Any:
+    owner, name = args[0], args[1]
+    if not isinstance(owner, torch.Tensor) and isinstance(name, str) and type(owner) is not numbers.Number:
+        recorder.read_attribute(owner, name)
+    return function
+
+
+def _find(recorder: Recorder, function: Any, args: tuple[Any, ...], _kwargs: dict[str, Any]) -> Any:
+    recorder.find_attribute(args[0], args[1])
+    return function
+
+
+def _setattr(recorder: Recorder, function: Any, args: tuple[Any, ...], _kwargs: dict[str, Any]) -> Any:
+    recorder.write_attribute(args[0], args[1])
+    return function
+
+
+def _len(recorder: Recorder, function: Any, args: tuple[Any, ...], _kwargs: dict[str, Any]) -> Any:
+    owner = args[0]
+    if recorder.place_of(owner) is None or not isinstance(owner, (*CONTAINERS, np.ndarray)):
+        recorder.follow_operators(owner)
+        return function
+    return recorder.length if isinstance(owner, CONTAINERS) else function
+
+
+def _get_attributes(recorder: Recorder, getter: Any, args: tuple[Any, ...]) -> None:
+    """`operator.attrgetter("a.b")(owner)`."""
+    for name in getter.__reduce__()[1]:
+        owner = args[0]
+        for part in name.split("."):
+            recorder.read_attribute(owner, part)
+            owner = getattr(owner, part, None)
+
+
+def _get_items(recorder: Recorder, getter: Any, args: tuple[Any, ...]) -> None:
+    """`operator.itemgetter(0)(owner)`."""
+    for key in getter.__reduce__()[1]:
+        recorder.read_subscript(args[0], key)
+
+
+def _call_method(recorder: Recorder, caller: Any, args: tuple[Any, ...]) -> None:
+    """`operator.methodcaller("name")(owner)`."""
+    name, *_ = caller.__reduce__()[1]
+    recorder.read_attribute(args[0], name)
+    _give(recorder, args, {})
+
+
+_GETTERS: dict[type, Callable[..., None]] = {
+    operator.attrgetter: _get_attributes,
+    operator.itemgetter: _get_items,
+    operator.methodcaller: _call_method,
+}
+
+
+def _vars(recorder: Recorder, function: Any, args: tuple[Any, ...], _kwargs: dict[str, Any]) -> Any:
+    if args and recorder.place_of(args[0]) is not None:
+        recorder.namespace_of(args[0])
+    return function
+
+
+def _globals(recorder: Recorder, function: Any, _args: tuple[Any, ...], _kwargs: dict[str, Any]) -> Any:
+    recorder.root_globals()
+    return function
+
+
+def _next(recorder: Recorder, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    recorder.read_through(args[0])
+    return function
+
+
+def _identity_of(recorder: Recorder, function: Any, args: tuple[Any, ...], _kwargs: dict[str, Any]) -> Any:
+    recorder.identify(args[0])
+    return function
+
+
+def _quiet(_recorder: Recorder, function: Any, _args: tuple[Any, ...], _kwargs: dict[str, Any]) -> Any:
+    return function
+
+
+_ATTRIBUTE_METHODS: dict[str, Callable[..., None]] = {
+    "__getattribute__": lambda recorder, owner, name: recorder.find_attribute(owner, name),
+    "__setattr__": lambda recorder, owner, name, _: recorder.write_attribute(owner, name),
+    "__delattr__": lambda recorder, owner, name: recorder.write_attribute(owner, name),
+}
+
+
+def _refused(what: str, advice: str) -> Handler:
+    def handler(recorder: Recorder, function: Any, _args: Any, _kwargs: Any) -> Any:
+        recorder.refuse(what, advice)
+        return function
+
+    return handler
+
+
+BUILTINS: dict[Any, Handler] = {
+    getattr: _getattr,
+    hasattr: _getattr,
+    setattr: _setattr,
+    delattr: _setattr,
+    object.__setattr__: _setattr,
+    object.__getattribute__: _find,
+    len: _len,
+    vars: _vars,
+    globals: _globals,
+    next: _next,
+    id: _identity_of,
+    hash: _identity_of,
+    isinstance: _quiet,
+    issubclass: _quiet,
+    callable: _quiet,
+    super: _quiet,
+    type: _quiet,
+    locals: _quiet,
+    open: _refused("opens a file", "Read and write files outside the step"),
+    input: _refused("asks for input", "Ask outside the step"),
+    eval: _refused("calls eval()", "Define the function outside the step"),
+    exec: _refused("calls exec()", "Define the function outside the step"),
+    builtins.compile: _refused("calls compile()", "Compile code outside the step"),
+}

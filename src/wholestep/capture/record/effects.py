@@ -1,0 +1,167 @@
+"""What a step leaves in the user's objects: found by comparing them with what they were, done again at each call.
+
+Only the last state counts, since nobody looks while the step runs. Lists, sets and deques are changed by the calls that
+the step made (`append`, `pop`, ...), so that what was in them before need not be known; everything else by key.
+"""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from types import CellType
+from typing import Any
+
+import numpy as np
+
+from wholestep.capture.binding import FixedTensor
+from wholestep.capture.record.outside import Output
+from wholestep.capture.record.places import ABSENT, Place, find
+from wholestep.capture.record.state import Kept, apply_operation, content_of, dict_kind
+from wholestep.capture.record.templates import Built, Constant, Converted, Filling, FromSlot, Template, Templates
+from wholestep.errors import CaptureError
+
+Prepare = Callable[[Any, Filling], Callable[[], None]]
+
+
+@dataclass(frozen=True)
+class Change:
+    """What happens to one owner after each call: `prepare` makes the new values and returns what puts them in."""
+
+    name: str
+    path: tuple[Any, ...]
+    prepare: Prepare
+
+
+@dataclass(frozen=True)
+class Effects:
+    """Everything that Python does besides the graph: output and changes of owners, in order."""
+
+    outputs: tuple[tuple[Callable[..., Any], tuple[Template, ...], dict[str, Template]], ...] = ()
+    changes: tuple[Change, ...] = ()
+
+    def __bool__(self) -> bool:
+        return bool(self.outputs or self.changes)
+
+    def perform(self, filling: Filling) -> None:
+        """Do it all with the values of one call."""
+        # All are found and all values made before anything is written: `a, b = b, a`.
+        ready = [change.prepare(find(change.path, filling.call), filling) for change in self.changes]
+        for write in ready:
+            write()
+        for function, args, kwargs in self.outputs:
+            function(
+                *[arg.fill(filling) for arg in args], **{name: value.fill(filling) for name, value in kwargs.items()}
+            )
+
+
+def find_effects(
+    kept: Iterable[Kept], outputs: Iterable[Output], place_of: Callable[[Any], Place | None], templates: Templates
+) -> Effects:
+    """The effects of a trace that has just ended, before anything is put back."""
+    changes: list[Change] = []
+    for item in kept:
+        place = place_of(item.owner)
+        if place is not None and item.has_changed():
+            changes.append(Change(str(place), place.path, _change(item, place, templates)))
+    said = [
+        (
+            output.function,
+            tuple(templates.of(arg, "the step prints") for arg in output.args),
+            {name: templates.of(value, "the step prints") for name, value in output.kwargs.items()},
+        )
+        for output in outputs
+    ]
+    return Effects(tuple(said), tuple(changes))
+
+
+def _change(kept: Kept, place: Place, templates: Templates) -> Prepare:
+    owner, what = kept.owner, f"the step keeps in '{place}'"
+    if isinstance(owner, np.ndarray):
+        content = owner.copy()
+        return lambda array, _: functools.partial(np.copyto, array, content)
+    if isinstance(owner, CellType):
+        template = templates.of(owner.cell_contents, what)
+        return lambda cell, filling: functools.partial(setattr, cell, "cell_contents", template.fill(filling))
+    if isinstance(owner, dict):
+        return _dict_change(kept, place, templates, what)
+    if isinstance(kept.before, dict):
+        return _attributes_change(kept, templates, what)
+    if not kept.is_explained():
+        raise CaptureError(
+            f"the step changes '{place}' in a way that cannot be done again at each call",
+            advice="Use append, pop, clear or item assignment, or change it outside the step",
+        )
+    operations = [(name, [templates.of(arg, what) for arg in args]) for name, args in kept.operations]
+
+    def prepare(sequence: Any, filling: Filling) -> Callable[[], None]:
+        filled = [(name, tuple(arg.fill(filling) for arg in args)) for name, args in operations]
+
+        def write() -> None:
+            for name, args in filled:
+                apply_operation(sequence, name, args)
+
+        return write
+
+    return prepare
+
+
+def _dict_change(kept: Kept, place: Place, templates: Templates, what: str) -> Prepare:
+    now: dict[Any, Any] = dict(kept.owner)
+    gone = [key for key in kept.before if key not in now]
+    new = [(key, templates.of(value, what)) for key, value in now.items() if kept.before.get(key, ABSENT) is not value]
+    new = [(key, template) for key, template in new if not _gives(template, kept.before.get(key, ABSENT))]
+    if [key for key in kept.before if key in now] + [key for key in now if key not in kept.before] != list(now):
+        raise CaptureError(f"the step changes the order of '{place}'", advice="Remove and add items outside the step")
+
+    def prepare(owner: dict[Any, Any], filling: Filling) -> Callable[[], None]:
+        kind, filled = dict_kind(owner), [(key, template.fill(filling)) for key, template in new]
+
+        def write() -> None:
+            for key in gone:
+                kind.pop(owner, key, None)
+            for key, value in filled:
+                kind.__setitem__(owner, key, value)
+
+        return write
+
+    return prepare
+
+
+def _gives(template: Template, before: Any) -> bool:
+    """Whether a template only makes again what is there: `nn.LSTM` gathers its weights in a list anew."""
+    if isinstance(template, FromSlot):
+        return isinstance(template.where, FixedTensor) and template.where.tensor is before
+    if isinstance(template, Built) and type(before) is list and template.items is not None:
+        return len(before) == len(template.items) and all(
+            _gives(item, old) for (_, item), old in zip(template.items, before, strict=True)
+        )
+    if isinstance(template, Converted) and isinstance(before, weakref.ref):
+        return _gives(template.parts[0], before())
+    return False
+
+
+def _attributes_change(kept: Kept, templates: Templates, what: str) -> Prepare:
+    """Slots of an object, or attributes of a class."""
+    now = content_of(kept.owner)
+    setter: Callable[..., None] = type.__setattr__ if isinstance(kept.owner, type) else object.__setattr__
+    gone = [name for name in kept.before if now.get(name, ABSENT) is ABSENT and kept.before[name] is not ABSENT]
+    new = [
+        (name, templates.of(value, what) if value is not ABSENT else Constant(ABSENT))
+        for name, value in now.items()
+        if value is not ABSENT and kept.before.get(name, ABSENT) is not value
+    ]
+
+    def prepare(owner: Any, filling: Filling) -> Callable[[], None]:
+        filled = [(name, template.fill(filling)) for name, template in new]
+
+        def write() -> None:
+            for name in gone:
+                (type.__delattr__ if isinstance(owner, type) else object.__delattr__)(owner, name)
+            for name, value in filled:
+                setter(owner, name, value)
+
+        return write
+
+    return prepare

@@ -1,0 +1,198 @@
+"""Whether a call would read what the captured one has read.
+
+Twice: `ReadGuard.check` first runs one generated expression that asks for the very objects seen last (some 30 ns for
+each read), and only if that fails walks the places and compares as they expect. What passes there is what the
+expression asks for from then on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from wholestep.capture.record.numbers import value_of
+from wholestep.capture.record.places import ARGUMENTS, Expectation, Place, Step, equal_arrays, same, take
+
+_EXACT = (dict, list, tuple)
+
+
+@dataclass
+class Difference:
+    """Why a call does not fit: a sentence, and the paths of numbers that have changed if that is all."""
+
+    reason: str
+    numbers: list[tuple[Any, ...]] = field(default_factory=list[tuple[Any, ...]])
+
+
+class ReadGuard:
+    """The places that a captured step depends on."""
+
+    def __init__(self, roots: list[Place], fits: Callable[[torch.Tensor, Any], bool]) -> None:
+        self._places = [place for root in roots for place in _walk(root)]
+        self._roots = roots
+        self._fits = fits
+        self._now: dict[Place, Any] = {place: value_of(place.value) for place in self._places}
+        self._fast: Callable[[Any], bool] | None = None
+        self._names: dict[str, Any] = {}
+        self._numbers = {place: index for index, place in enumerate(self._places)}
+
+    @property
+    def num_reads(self) -> int:
+        return sum(place.parent is not None for place in self._places)
+
+    def call_cached_functions(self) -> None:
+        """Ask the functions with a cache, as the step would: the trace has left their caches as they were."""
+        for place in self._places:
+            if place.step is Step.CALL and place.parent is not None and place.expectation is not Expectation.TENSOR:
+                take(place.parent.key, place.step, place.key)
+
+    def check(self, call: Any) -> Difference | None:
+        """None if the call fits."""
+        if self._fast is None:
+            self._generate()
+        try:
+            if self._fast is not None and self._fast(call):
+                return None
+        except (KeyError, IndexError, AttributeError, TypeError, ValueError):
+            pass
+        return self._compare(call)
+
+    def _compare(self, call: Any) -> Difference | None:
+        """Walk all places from their roots."""
+        now: dict[Place, Any] = {}
+        changed: list[Place] = []
+        for place in self._places:
+            if place.parent is None:
+                now[place] = call if place.key is ARGUMENTS else place.key
+                continue
+            value = now[place] = take(now[place.parent], place.step, place.key)
+            if self._is_as_expected(place, value):
+                continue
+            if place.expectation is not Expectation.VALUE or not _are_numbers(place.value, value):
+                return Difference(f"'{place}' changed from {_shown(place.value)} to {_shown(value)}")
+            changed.append(place)
+        for place in self._places:
+            if place.twin is not None and now[place] is not now.get(place.twin, self):
+                return Difference(f"'{place}' is no longer '{place.twin}'")
+        if changed:
+            first = changed[0]
+            return Difference(
+                f"'{first}' changed from {first.value!r} to {now[first]!r}", [place.path for place in changed]
+            )
+        self._now = now
+        self._rename()
+        return None
+
+    def _is_as_expected(self, place: Place, value: Any) -> bool:
+        expected = place.expectation
+        if expected is Expectation.VALUE:
+            return same(place.value, value)
+        if expected is Expectation.SAME:
+            return value is place.value
+        if expected in (Expectation.OPEN, Expectation.NUMBER):
+            return type(value) is type(value_of(place.value))
+        if expected is Expectation.TENSOR:
+            return self._fits(place.value, value)
+        if expected is Expectation.ARRAY:
+            return equal_arrays(place.value, value)
+        return (value is place.value) if expected is Expectation.ABSENT else type(value).__name__ != "Absent"
+
+    # The generated expression
+
+    def _generate(self) -> None:
+        terms = [term for place in self._places if place.parent is not None for term in self._terms(place)]
+        lines = ["def check(call):"]
+        lines += [f"    if not ({' and '.join(chunk)}): return False" for chunk in _chunks(terms)]
+        self._rename()
+        exec("\n".join([*lines, "    return True"]), self._names)
+        self._fast = self._names["check"]
+
+    def _terms(self, place: Place) -> Iterator[str]:
+        assert place.parent is not None
+        owner, value, key = self._spelled(place.parent), self._name(place), self._key(place)
+        step, expected = place.step, place.expectation
+        if place.is_given:
+            return  # the structure of the arguments is guarded as such
+        if step is Step.ITEM:
+            is_plain_item = place.parent.is_given or type(self._now[place.parent]) in _EXACT
+            get = f"{owner}[{key}]" if is_plain_item else f"take({owner}, ITEM, {key})"
+            yield from self._test(get, owner, key, value, expected)
+        elif step is Step.ATTRIBUTE:
+            if place.key != "__dict__" or not isinstance(self._now[place.parent], torch.nn.Module):
+                yield from self._test(f"{owner}.{place.key}", owner, key, value, expected)
+        elif step is Step.CALL:
+            # A tensor is asked for when the graph runs: as often as in eager.
+            yield "True" if expected is Expectation.TENSOR else f"same(take({owner}, CALL, {key}), {value})"
+        elif step is Step.CLASS:
+            yield f"{owner}.__dict__[{key}] is {value}"
+        elif step is Step.CELL:
+            yield from self._test(f"{owner}.cell_contents", owner, key, value, expected)
+        elif step is Step.LENGTH:
+            yield "True" if expected is Expectation.NUMBER else f"len({owner}) == {value}"
+        elif step is Step.TRUTH:
+            yield f"bool(len({owner})) is {value}"
+        else:
+            yield f"same(tuple({owner}), {value})"
+
+    def _test(self, get: str, owner: str, key: str, value: str, expected: Expectation) -> Iterator[str]:
+        if expected is Expectation.ABSENT:
+            yield f"{key} not in {owner}"
+        elif expected is Expectation.PRESENT:
+            yield f"{key} in {owner}"
+        elif expected is Expectation.NUMBER:
+            yield f"type({get}) is type({value})"
+        elif expected is Expectation.ARRAY:
+            yield f"equal_arrays({get}, expected_{value})"
+        else:
+            yield f"{get} is {value}"
+
+    def _spelled(self, place: Place) -> str:
+        """An owner: the object seen last, or the way to a container among the arguments of this call."""
+        if not place.is_given:
+            return self._name(place)
+        if place.parent is None:
+            return "call"
+        above = self._spelled(place.parent)
+        return f"{above}[{self._key(place)}]" if place.step is Step.ITEM else f"{above}.{place.key}"
+
+    def _name(self, place: Place) -> str:
+        return f"v{self._numbers[place]}"
+
+    def _key(self, place: Place) -> str:
+        if type(place.key) in (str, int, bool):
+            return repr(place.key)
+        name = f"k{self._numbers[place]}"
+        self._names[name] = place.key
+        return name
+
+    def _rename(self) -> None:
+        """Let the expression ask for what was seen last."""
+        names = self._names
+        names |= {"take": take, "ITEM": Step.ITEM, "CALL": Step.CALL, "same": same, "equal_arrays": equal_arrays}
+        for place, value in self._now.items():
+            names[self._name(place)] = value
+            if place.expectation is Expectation.ARRAY:
+                names[f"expected_{self._name(place)}"] = place.value
+
+
+def _walk(place: Place) -> Iterator[Place]:
+    yield place
+    for child in place.children.values():
+        yield from _walk(child)
+
+
+def _are_numbers(old: Any, new: Any) -> bool:
+    return type(old) is type(new) and type(old) in (int, float)
+
+
+def _chunks(terms: list[str], size: int = 200) -> Iterator[list[str]]:
+    for start in range(0, len(terms), size):
+        yield terms[start : start + size]
+
+
+def _shown(value: Any) -> str:
+    text = repr(value) if not isinstance(value, torch.Tensor) else f"a tensor of shape {list(value.shape)}"
+    return text if len(text) <= 60 else f"{text[:57]}..."

@@ -1,0 +1,309 @@
+"""Code that tells what it reads, writes and calls: a function's bytecode with a call before each such instruction.
+
+The instructions themselves stay as they are, so the function does what it did; only a call may be given another
+callable than the one it was about to use. `HOOKS` says which instruction is told to whom:
+
+    LOAD_ATTR beta        ->   attribute(<owner>, "beta");  LOAD_ATTR beta
+    BINARY_SUBSCR         ->   item(<owner>, <key>);        BINARY_SUBSCR
+    CALL 2                ->   callable = call(<callable>, (<args>), <keywords>);  CALL 2
+
+An instruction that is in neither table is one that we do not know: such a function cannot be followed.
+"""
+
+from __future__ import annotations
+
+import sys
+import weakref
+from collections.abc import Callable
+from types import CodeType
+from typing import Any
+
+from wholestep import _bytecode_torch as bytecode
+from wholestep._bytecode_torch import Instruction, create_instruction
+
+# Hook and how many values on top of the stack it is told, for instructions without a name.
+_OPERANDS: dict[str, tuple[str, int]] = {
+    "BINARY_SUBSCR": ("item", 2),
+    "BINARY_SLICE": ("slice", 3),
+    "STORE_SUBSCR": ("set_item", 3),
+    "STORE_SLICE": ("set_slice", 4),
+    "DELETE_SUBSCR": ("delete_item", 2),
+    "GET_ITER": ("iterate", 1),
+    "GET_YIELD_FROM_ITER": ("iterate", 1),
+    "UNPACK_SEQUENCE": ("iterate", 1),
+    "UNPACK_EX": ("iterate", 1),
+    "LIST_EXTEND": ("iterate", 1),
+    "SET_UPDATE": ("iterate", 1),
+    "DICT_UPDATE": ("iterate", 1),
+    "DICT_MERGE": ("iterate", 1),
+    "CONTAINS_OP": ("contains", 2),
+    "COMPARE_OP": ("operands", 2),
+    "IS_OP": ("identity", 2),
+    "FORMAT_VALUE": ("formatted", 1),
+    "FORMAT_SIMPLE": ("formatted", 1),
+    "CONVERT_VALUE": ("formatted", 1),
+    "GET_LEN": ("iterate", 1),
+    "MATCH_MAPPING": ("iterate", 1),
+    "MATCH_SEQUENCE": ("iterate", 1),
+    "BEFORE_WITH": ("entered", 1),
+    "UNARY_NOT": ("truth", 1),
+    "TO_BOOL": ("truth", 1),
+    "JUMP_IF_TRUE_OR_POP": ("truth", 1),
+    "JUMP_IF_FALSE_OR_POP": ("truth", 1),
+}
+# Hook, operands and what else it is told, for instructions that name something.
+_NAMED: dict[str, tuple[str, int]] = {
+    "LOAD_ATTR": ("attribute", 1),
+    "LOAD_METHOD": ("attribute", 1),
+    "STORE_ATTR": ("set_attribute", 2),
+    "DELETE_ATTR": ("delete_attribute", 1),
+    "IMPORT_FROM": ("attribute", 1),
+}
+_GLOBALS: dict[str, tuple[str, int]] = {
+    "LOAD_GLOBAL": ("global_name", 0),
+    "LOAD_NAME": ("global_name", 0),
+    "STORE_GLOBAL": ("set_global", 1),
+    "DELETE_GLOBAL": ("delete_global", 0),
+}
+_CELLS: dict[str, tuple[str, int]] = {
+    "LOAD_DEREF": ("cell", 0),
+    "LOAD_CLASSDEREF": ("cell", 0),
+    "STORE_DEREF": ("set_cell", 1),
+    "DELETE_DEREF": ("delete_cell", 0),
+}
+_INERT = frozenset(
+    [
+        "CACHE",
+        "RESUME",
+        "NOP",
+        "PUSH_NULL",
+        "POP_TOP",
+        "COPY",
+        "SWAP",
+        "EXTENDED_ARG",
+        "COPY_FREE_VARS",
+        "MAKE_CELL",
+        "LOAD_CLOSURE",
+        "LOAD_FAST",
+        "LOAD_FAST_CHECK",
+        "LOAD_FAST_AND_CLEAR",
+        "LOAD_FAST_LOAD_FAST",
+        "STORE_FAST",
+        "STORE_FAST_LOAD_FAST",
+        "STORE_FAST_STORE_FAST",
+        "STORE_FAST_MAYBE_NULL",
+        "DELETE_FAST",
+        "LOAD_CONST",
+        "RETURN_CONST",
+        "RETURN_VALUE",
+        "RETURN_GENERATOR",
+        "YIELD_VALUE",
+        "SEND",
+        "END_SEND",
+        "END_FOR",
+        "POP_JUMP_IF_NONE",
+        "POP_JUMP_IF_NOT_NONE",
+        "ASYNC_GEN_WRAP",
+        "CLEANUP_THROW",
+        "POP_JUMP_FORWARD_IF_NONE",
+        "POP_JUMP_FORWARD_IF_NOT_NONE",
+        "POP_JUMP_BACKWARD_IF_NONE",
+        "POP_JUMP_BACKWARD_IF_NOT_NONE",
+        "JUMP_FORWARD",
+        "JUMP_BACKWARD",
+        "JUMP_BACKWARD_NO_INTERRUPT",
+        "JUMP_NO_INTERRUPT",
+        "JUMP",
+        "FOR_ITER",
+        "BUILD_TUPLE",
+        "BUILD_LIST",
+        "BUILD_SET",
+        "BUILD_MAP",
+        "BUILD_CONST_KEY_MAP",
+        "BUILD_STRING",
+        "BUILD_SLICE",
+        "LIST_APPEND",
+        "SET_ADD",
+        "MAP_ADD",
+        "LIST_TO_TUPLE",
+        "MAKE_FUNCTION",
+        "SET_FUNCTION_ATTRIBUTE",
+        "PRECALL",
+        "KW_NAMES",
+        "PUSH_EXC_INFO",
+        "POP_EXCEPT",
+        "RERAISE",
+        "CHECK_EXC_MATCH",
+        "CHECK_EG_MATCH",
+        "PREP_RERAISE_STAR",
+        "RAISE_VARARGS",
+        "LOAD_ASSERTION_ERROR",
+        "WITH_EXCEPT_START",
+        "LOAD_BUILD_CLASS",
+        "UNARY_NEGATIVE",
+        "UNARY_POSITIVE",
+        "UNARY_INVERT",
+        "IMPORT_NAME",
+        "CALL_INTRINSIC_1",
+        "CALL_INTRINSIC_2",
+        "MATCH_CLASS",
+        "MATCH_KEYS",
+        "COPY_DICT_WITHOUT_KEYS",
+        "GET_AWAITABLE",
+        "GET_AITER",
+        "GET_ANEXT",
+        "BEFORE_ASYNC_WITH",
+        "END_ASYNC_FOR",
+        "SETUP_ANNOTATIONS",
+        "LOAD_LOCALS",
+        "STORE_NAME",
+        "DELETE_NAME",
+        "FORMAT_WITH_SPEC",
+        "EXIT_INIT_CHECK",
+        "LOAD_FROM_DICT_OR_GLOBALS",
+        "LOAD_FROM_DICT_OR_DEREF",
+        "INTERPRETER_EXIT",
+    ]
+)
+_CONDITIONAL = (
+    "POP_JUMP_IF_TRUE",
+    "POP_JUMP_IF_FALSE",
+    "POP_JUMP_FORWARD_IF_TRUE",
+    "POP_JUMP_FORWARD_IF_FALSE",
+    "POP_JUMP_BACKWARD_IF_TRUE",
+    "POP_JUMP_BACKWARD_IF_FALSE",
+)
+
+_FIRST_IN_PLACE = 13
+"""Of the operators that BINARY_OP numbers, `+=` is the first in place."""
+_HAS_PRECALL = sys.version_info < (3, 12)
+_HAS_METHOD_BIT = sys.version_info >= (3, 12)
+
+Hooks = dict[str, Callable[..., Any]]
+
+
+class UnknownInstruction(Exception):
+    """A function has an instruction that is in no table: `str()` names it."""
+
+
+class Instrumenter:
+    """Makes instrumented code that calls `hooks`; keeps what it has made."""
+
+    def __init__(self, hooks: Hooks) -> None:
+        self._hooks = hooks
+        self._made: weakref.WeakKeyDictionary[CodeType, CodeType] = weakref.WeakKeyDictionary()
+        self._known: weakref.WeakSet[CodeType] = weakref.WeakSet()
+
+    def is_instrumented(self, code: CodeType) -> bool:
+        return code in self._known
+
+    def instrumented(self, code: CodeType) -> CodeType:
+        """The code of a function, telling; raises `UnknownInstruction`."""
+        known = self._made.get(code)
+        if known is None:
+            known = bytecode.rewritten(code, lambda *about: _Editor(self._hooks, *about).edit)
+            self._made[code] = known
+            self._note(known)
+        return known
+
+    def _note(self, code: CodeType) -> None:
+        self._known.add(code)
+        for constant in code.co_consts:
+            if isinstance(constant, CodeType):
+                self._note(constant)
+
+
+class _Editor:
+    """Puts hooks into one code object."""
+
+    def __init__(self, hooks: Hooks, code: CodeType, instructions: list[Instruction]) -> None:
+        self._hooks = hooks
+        self._free = frozenset((*code.co_freevars, *code.co_cellvars))
+        self._keywords: tuple[str, ...] = ()
+        stacks = bytecode.null_stacks(instructions)
+        # Comprehensions, decorators and assertions are called with their argument in the empty place.
+        self._odd = {
+            id(instruction)
+            for index, instruction in enumerate(instructions)
+            if instruction.opname in ("PRECALL", "CALL") and not _has_null(stacks.get(index), instruction)
+        }
+
+    def edit(self, instruction: Instruction) -> list[Instruction]:
+        name = instruction.opname
+        if name in ("CALL", "CALL_KW", "CALL_FUNCTION_EX", "PRECALL", "KW_NAMES"):
+            return self._call(instruction)
+        if name == "LOAD_SUPER_ATTR":
+            return _loaded(instruction)
+        if name in _INERT:
+            return [instruction]
+        if name in _CONDITIONAL:
+            return [*self._insert("truth", 1), bytecode.kept(instruction)]
+        if name in _OPERANDS:
+            hook, count = _OPERANDS[name]
+            return [*self._insert(hook, count), bytecode.kept(instruction)]
+        if name == "BINARY_OP":
+            is_in_place = create_instruction("LOAD_CONST", argval=(instruction.arg or 0) >= _FIRST_IN_PLACE)
+            return [*self._insert("binary", 2, is_in_place), bytecode.kept(instruction)]
+        if name in _CELLS:
+            return self._cell(instruction)
+        if name in _NAMED or name in _GLOBALS:
+            hook, count = (_NAMED | _GLOBALS)[name]
+            inserted = self._insert(hook, count, create_instruction("LOAD_CONST", argval=instruction.argval))
+            return [*inserted, *_loaded(instruction)]
+        raise UnknownInstruction(name)
+
+    def _insert(self, hook: str, count: int, *extra: Instruction) -> list[Instruction]:
+        # Deepest first: depths are counted from the top of the stack.
+        return bytecode.inserted(self._hooks[hook], range(count, 0, -1), extra)
+
+    def _cell(self, instruction: Instruction) -> list[Instruction]:
+        if instruction.argval not in self._free:
+            return [instruction]
+        hook, count = _CELLS[instruction.opname]
+        name = create_instruction("LOAD_CONST", argval=instruction.argval)
+        return [*self._insert(hook, count, bytecode.load_cell(instruction.argval), name), bytecode.kept(instruction)]
+
+    def _call(self, instruction: Instruction) -> list[Instruction]:
+        """Before a call (and its `KW_NAMES` and `PRECALL`), exchange the callable for what the hook says."""
+        name = instruction.opname
+        if name == "KW_NAMES":
+            # Set for the next call, which would be the hook's: it is set again behind that.
+            self._keywords = instruction.argval
+            return [create_instruction("NOP")]
+        if id(instruction) in self._odd or (name == "CALL" and _HAS_PRECALL):
+            return [instruction]
+        keywords, self._keywords = self._keywords, ()
+        count = instruction.arg or 0
+        names = create_instruction("LOAD_CONST", argval=keywords)
+        if name == "CALL_FUNCTION_EX":
+            num_above, extra = 1 + (count & 1), []
+        else:
+            num_above, extra = (count + 1, []) if name == "CALL_KW" else (count, [names])
+        depth = num_above + (2 if bytecode.NULL_ABOVE else 1)
+        hook = self._hooks["call_with" if name == "CALL_FUNCTION_EX" else "call"]
+        chosen = bytecode.observe(hook, [depth, *range(num_above, 0, -1)], extra)
+        exchange = [create_instruction("SWAP", arg=depth + 1), create_instruction("POP_TOP")]
+        again = [create_instruction("KW_NAMES", argval=keywords)] if keywords else []
+        return [*chosen, *exchange, *again, bytecode.kept(instruction)]
+
+
+def _loaded(instruction: Instruction) -> list[Instruction]:
+    """The instruction itself; a method is loaded as an attribute, so that every call has one callable."""
+    name, bits = instruction.opname, instruction.arg or 0
+    if name == "LOAD_METHOD":
+        plain = create_instruction("LOAD_ATTR", argval=instruction.argval)
+    elif name == "LOAD_ATTR" and _HAS_METHOD_BIT and bits & 1:
+        plain = create_instruction("LOAD_ATTR", arg=0, argval=instruction.argval)
+    elif name == "LOAD_SUPER_ATTR" and bits & 1:
+        plain = create_instruction("LOAD_SUPER_ATTR", arg=bits & 2, argval=instruction.argval)
+    else:
+        return [bytecode.kept(instruction)]
+    null = create_instruction("PUSH_NULL")
+    return [plain, null] if bytecode.NULL_ABOVE else [plain, null, create_instruction("SWAP", arg=2)]
+
+
+def _has_null(stack: list[bool] | None, instruction: Instruction) -> bool:
+    """Whether a call has an empty place; code that cannot be reached has none."""
+    count = instruction.arg or 0
+    depth = count + (1 if bytecode.NULL_ABOVE else 2)
+    return stack is not None and len(stack) >= depth and stack[-depth]

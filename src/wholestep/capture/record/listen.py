@@ -1,0 +1,240 @@
+"""What instrumented code calls: each hook hands what it is told to the recorder of the trace that is running, if any.
+
+Code that was instrumented for one trace may outlive it (a function made in it); its hooks then do nothing. So do those
+of other threads, and while the recorder itself is at work.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
+from types import CellType
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from wholestep import _recording_torch
+from wholestep.capture.record import reads
+from wholestep.capture.record.calls import choose
+from wholestep.capture.record.follow import Followers
+from wholestep.capture.record.instrument import Hooks, Instrumenter
+from wholestep.capture.record.numbers import Number
+from wholestep.capture.record.places import CONTAINERS, PLAIN_TYPES
+from wholestep.capture.record.recorder import Recorder
+
+_active: list[Recorder] = []
+_HOOKS: Hooks = {}
+
+# Nothing to be noted when these are read from or computed with.
+_QUIET: frozenset[type] = PLAIN_TYPES | {Number, torch.Tensor, nn.Parameter, torch.Size}
+
+
+@contextmanager
+def listening(recorder: Recorder) -> Generator[None]:
+    """Let a recorder hear what followed code does."""
+    _active.append(recorder)
+    is_followed = recorder.followers.instrumenter.is_instrumented
+    try:
+        with _recording_torch.sizes_are_shown(lambda frame: is_followed(frame.f_code)):
+            yield
+    finally:
+        _active.pop()
+        recorder.followers.restore()
+
+
+def _hook(num_owners: int) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """A hook that is told nothing if the first `num_owners` values it would be told are plain ones."""
+
+    def wrap(function: Callable[..., Any]) -> Callable[..., Any]:
+        def tell(*args: Any) -> Any:
+            if not _active or (num_owners and all(type(arg) in _QUIET for arg in args[:num_owners])):
+                return None
+            recorder = _active[-1]
+            if recorder.is_deaf or recorder.thread != threading.get_ident():
+                return None
+            recorder.is_deaf = True
+            try:
+                return function(recorder, *args)
+            finally:
+                recorder.is_deaf = False
+
+        _HOOKS[function.__name__.lstrip("_")] = tell
+        return function
+
+    return wrap
+
+
+@_hook(1)
+def _attribute(recorder: Recorder, owner: Any, name: str) -> None:
+    if not isinstance(owner, torch.Tensor):
+        reads.read_attribute(recorder, owner, name)
+
+
+@_hook(0)
+def _set_attribute(recorder: Recorder, _value: Any, owner: Any, name: str) -> None:
+    reads.write_attribute(recorder, owner, name)
+
+
+@_hook(0)
+def _delete_attribute(recorder: Recorder, owner: Any, name: str) -> None:
+    reads.write_attribute(recorder, owner, name)
+
+
+@_hook(1)
+def _item(recorder: Recorder, owner: Any, key: Any) -> None:
+    if not isinstance(owner, torch.Tensor):
+        reads.read_subscript(recorder, owner, key)
+
+
+@_hook(1)
+def _slice(recorder: Recorder, owner: Any, _start: Any, _stop: Any) -> None:
+    reads.read_through(recorder, owner)
+
+
+@_hook(0)
+def _set_item(recorder: Recorder, value: Any, owner: Any, key: Any) -> None:
+    reads.write_item(recorder, owner, "__setitem__", key, value)
+
+
+@_hook(0)
+def _delete_item(recorder: Recorder, owner: Any, key: Any) -> None:
+    reads.write_item(recorder, owner, "__delitem__", key)
+
+
+@_hook(0)
+def _set_slice(recorder: Recorder, value: Any, owner: Any, start: Any, stop: Any) -> None:
+    reads.write_item(recorder, owner, "__setitem__", slice(start, stop), value)
+
+
+@_hook(1)
+def _iterate(recorder: Recorder, owner: Any) -> None:
+    reads.read_through(recorder, owner)
+
+
+@_hook(0)
+def _contains(recorder: Recorder, key: Any, owner: Any) -> None:
+    if type(owner) in _QUIET or recorder.place_of(owner) is None:
+        return
+    if isinstance(owner, dict):
+        recorder.identify(key)
+        recorder.read_presence(owner, key)
+    else:
+        reads.read_through(recorder, owner)
+
+
+@_hook(2)
+def _operands(recorder: Recorder, left: Any, right: Any) -> None:
+    for owner in (left, right):
+        if isinstance(owner, (*CONTAINERS, np.ndarray)):
+            recorder.read_deep(owner)
+
+
+@_hook(2)
+def _binary(recorder: Recorder, left: Any, right: Any, is_in_place: bool) -> None:
+    _operands(recorder, left, right)
+    if not is_in_place:
+        return
+    if isinstance(left, list) and isinstance(right, (list, tuple)):
+        recorder.about_to_change(left, "extend", tuple(right))
+    elif isinstance(left, (*CONTAINERS, np.ndarray)):
+        recorder.about_to_change(left)
+
+
+@_hook(1)
+def _identity(recorder: Recorder, left: Any, right: Any) -> None:
+    if type(left) is type(right):
+        recorder.identify(left)
+        recorder.identify(right)
+
+
+@_hook(1)
+def _formatted(recorder: Recorder, value: Any) -> None:
+    recorder.read_deep(value)
+
+
+@_hook(0)
+def _entered(recorder: Recorder, manager: Any) -> None:
+    recorder.follow_operators(manager)
+
+
+@_hook(1)
+def _truth(recorder: Recorder, value: Any) -> None:
+    if isinstance(value, CONTAINERS) and recorder.place_of(value) is not None:
+        recorder.read_truth(value)
+
+
+@_hook(0)
+def _global_name(recorder: Recorder, name: str) -> None:
+    namespace = _caller_globals()
+    if name in namespace:
+        reads.read_from_namespace(recorder, namespace, namespace.get("__name__", ""), name)
+
+
+@_hook(0)
+def _set_global(recorder: Recorder, _value: Any, _name: str) -> None:
+    namespace = _caller_globals()
+    recorder.root(namespace, namespace.get("__name__", ""))
+    recorder.about_to_change(namespace)
+
+
+@_hook(0)
+def _delete_global(recorder: Recorder, _name: str) -> None:
+    namespace = _caller_globals()
+    recorder.root(namespace, namespace.get("__name__", ""))
+    recorder.about_to_change(namespace)
+
+
+def _caller_globals() -> dict[str, Any]:
+    """Globals of the followed function: above this one, the hook and its wrapper."""
+    return sys._getframe(3).f_globals  # pyright: ignore[reportPrivateUsage]
+
+
+@_hook(0)
+def _cell(recorder: Recorder, cell: CellType, _name: str) -> None:
+    if recorder.place_of(cell) is not None:
+        recorder.read_cell(cell)
+
+
+@_hook(0)
+def _set_cell(recorder: Recorder, _value: Any, cell: CellType, _name: str) -> None:
+    recorder.about_to_change(cell)
+
+
+@_hook(0)
+def _delete_cell(recorder: Recorder, cell: CellType, _name: str) -> None:
+    recorder.about_to_change(cell)
+
+
+def _call(function: Any, *rest: Any) -> Any:
+    """Before a call: the callable, its arguments, the names of those passed by keyword."""
+    *args, names = rest
+    positional = args[: len(args) - len(names)]
+    return _chosen(function, tuple(positional), dict(zip(names, args[len(positional) :], strict=True)))
+
+
+def _call_with(function: Any, args: Any, kwargs: Any = None) -> Any:
+    """Before `function(*args, **kwargs)`; an iterator among them must not be used up here."""
+    given = tuple(args) if isinstance(args, (list, tuple)) else ()
+    return _chosen(function, given, dict(kwargs) if isinstance(kwargs, dict) else {}, (args, kwargs))
+
+
+def _chosen(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], unpacked: tuple[Any, ...] = ()) -> Any:
+    recorder = _active[-1] if _active else None
+    if recorder is None or recorder.is_deaf or recorder.thread != threading.get_ident():
+        return function
+    recorder.is_deaf = True
+    try:
+        for container in unpacked:
+            if isinstance(container, CONTAINERS):
+                recorder.read_all(container)
+        return choose(recorder, function, args, kwargs)
+    finally:
+        recorder.is_deaf = False
+
+
+_HOOKS |= {"call": _call, "call_with": _call_with}
+Followers.instrumenter = Instrumenter(_HOOKS)

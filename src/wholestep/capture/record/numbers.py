@@ -1,0 +1,297 @@
+"""Python numbers that change from call to call: each is a `Number`, which remembers how it came about.
+
+A step that reads a momentum, an epoch or a draw of `random` computes with it in Python. Captured once, that arithmetic
+has to run again at each call, in the same order and with the same rounding. So the trace is handed a `Number` in place
+of the value: it computes with real numbers (`value`), and writes down each operation in a `Ledger`, one line of Python
+each:
+
+    ema.n += 1                                  a0 = <ema.n>
+    decay = min(0.99, (1 + n) / (10 + n))       b0 = a0 + 1;  b1 = 1 + b0;  b2 = 10 + b0;  b3 = b1 / b2
+                                                assumed: not b3 < 0.99
+
+Nobody can take the value out unseen: a comparison, a use as an index, `float()`, hashing or formatting leaves an
+assumption, and a call that breaks one is captured again. A `Number` is not a float for C code, which would read it
+without asking, but `isinstance` says that it is one.
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+
+_BINARY: dict[str, str] = {
+    "add": "+",
+    "sub": "-",
+    "mul": "*",
+    "truediv": "/",
+    "floordiv": "//",
+    "mod": "%",
+    "pow": "**",
+}
+_BITS: dict[str, str] = {"and": "&", "or": "|", "xor": "^", "lshift": "<<", "rshift": ">>"}
+_COMPARISONS: dict[str, str] = {"lt": "<", "le": "<=", "gt": ">", "ge": ">=", "eq": "==", "ne": "!="}
+_OPERATORS: dict[str, Callable[..., Any]] = {
+    **{symbol: getattr(operator, name) for name, symbol in _BINARY.items()},
+    **{
+        symbol: getattr(operator, name.rstrip("_") + "_" if name in ("and", "or") else name)
+        for name, symbol in _BITS.items()
+    },
+    **{symbol: getattr(operator, name) for name, symbol in _COMPARISONS.items()},
+}
+_REAL = (int, float)
+_SYMBOLS = (torch.SymInt, torch.SymFloat, torch.SymBool)
+
+
+@dataclass
+class Ledger:
+    """The arithmetic of one trace, as lines of Python in the order in which it happened.
+
+    `leaf` is told where a number comes from and gives it a name; `lines` compute all others from those. `assumptions`
+    are lines too: `assume(...)` stops a call for which something else would have come out. `constants` are objects that
+    lines name.
+    """
+
+    lines: list[str] = field(default_factory=list[str])
+    constants: dict[str, Any] = field(default_factory=dict[str, Any])
+    leaves: dict[str, Any] = field(default_factory=dict[str, Any])
+    """Name of each number that is read, not computed, and where it is read (a place, a draw)."""
+    symbol_of: Callable[[Number], Any] = lambda number: float(number)
+    """The trace's own symbol for a number, for arithmetic with other symbols (learning rates, step counts)."""
+
+    def leaf(self, value: int | float, origin: Any) -> Number:
+        name = f"a{len(self.leaves)}"
+        self.leaves[name] = origin
+        return Number(self, name, value, frozenset([name]))
+
+    def constant(self, value: Any) -> str:
+        """How a line spells a value: numbers as they are, other objects by a name."""
+        if type(value) in (bool, int, type(None)) or (type(value) is float and math.isfinite(value)):
+            return f"({value!r})"
+        name = f"c{len(self.constants)}"
+        self.constants[name] = value
+        return name
+
+    def computed(self, text: str, value: int | float, origins: frozenset[str] = frozenset()) -> Number:
+        """The result of one operation on numbers that come from some leaves."""
+        name = f"b{len(self.lines)}"
+        self.lines.append(f"{name} = {text}")
+        return Number(self, name, value, origins)
+
+    def assume(self, text: str) -> None:
+        """The trace went on with one outcome of a question: a call that answers otherwise needs another trace."""
+        line = f"assume({text})"
+        if line not in self.lines[-8:]:
+            self.lines.append(line)
+
+
+class Number:
+    """A number of this call that may be another one in the next; computes like an int or a float."""
+
+    __slots__ = ("_ledger", "_name", "_origins", "_value")
+
+    def __init__(self, ledger: Ledger, name: str, value: int | float, origins: frozenset[str]) -> None:
+        self._ledger = ledger
+        self._name = name
+        self._value = value
+        self._origins = origins
+
+    @property
+    def __class__(self) -> type:  # pyright: ignore[reportIncompatibleMethodOverride, reportIncompatibleVariableOverride]
+        """What `isinstance` looks at besides the type."""
+        return type(self._value)
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        """Torch lets arguments of unknown types pass if they have this; the trace's mode has exchanged it by then."""
+        return func(*map(settled, args), **{key: settled(value) for key, value in (kwargs or {}).items()})
+
+    __array_ufunc__ = None
+    """Arrays leave operators to the number, which is then taken for granted."""
+
+    def __array__(self, *args: Any, **kwargs: Any) -> Any:
+        return np.array(settled(self), *args, **kwargs)
+
+    def __float__(self) -> float:
+        return float(settled(self))
+
+    def __int__(self) -> int:
+        return int(settled(self))
+
+    def __index__(self) -> int:
+        return operator.index(settled(self))
+
+    def __complex__(self) -> complex:
+        return complex(settled(self))
+
+    def __bool__(self) -> bool:
+        return bool(_compared(self, "!=", 0))
+
+    def __hash__(self) -> int:
+        return hash(settled(self))
+
+    def __format__(self, spec: str) -> str:
+        return format(settled(self), spec)
+
+    def __repr__(self) -> str:
+        return repr(settled(self))
+
+    def __str__(self) -> str:
+        return str(settled(self))
+
+    def __neg__(self) -> Any:
+        return _unary(self, "-{}", -self._value)
+
+    def __pos__(self) -> Any:
+        return _unary(self, "+{}", +self._value)
+
+    def __abs__(self) -> Any:
+        return _unary(self, "abs({})", abs(self._value))
+
+    def __invert__(self) -> Any:
+        return _unary(self, "~{}", ~self._value)  # pyright: ignore[reportOperatorIssue, reportUnknownArgumentType]
+
+    def __round__(self, digits: int | None = None) -> Any:
+        return called(round, (self,) if digits is None else (self, digits), {})
+
+    def __trunc__(self) -> Any:
+        return called(math.trunc, (self,), {})
+
+    def __floor__(self) -> Any:
+        return called(math.floor, (self,), {})
+
+    def __ceil__(self) -> Any:
+        return called(math.ceil, (self,), {})
+
+    def __divmod__(self, other: Any) -> Any:
+        return self // other, self % other
+
+    def __rdivmod__(self, other: Any) -> Any:
+        return other // self, other % self
+
+    def __getattr__(self, name: str) -> Any:
+        """Whatever else a number has (`is_integer`, `bit_length`): asked of the value, which is taken for granted."""
+        return getattr(settled(self), name)
+
+    def __copy__(self) -> Number:
+        return self
+
+    def __deepcopy__(self, _memo: Any) -> Number:
+        return self
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return settled(self).__reduce_ex__(protocol)
+
+
+def _arithmetic(symbol: str) -> tuple[Callable[..., Any], Callable[..., Any]]:
+    def forward(self: Number, other: Any, modulo: Any = None) -> Any:
+        return NotImplemented if modulo is not None else _binary(self, symbol, other)
+
+    def reflected(self: Number, other: Any, _modulo: Any = None) -> Any:
+        return _binary(other, symbol, self)
+
+    return forward, reflected
+
+
+def _comparison(symbol: str) -> Callable[..., Any]:
+    return lambda self, other: _compared(self, symbol, other)
+
+
+for _name, _symbol in {**_BINARY, **_BITS}.items():
+    _forward, _reflected = _arithmetic(_symbol)
+    setattr(Number, f"__{_name}__", _forward)
+    setattr(Number, f"__r{_name}__", _reflected)
+for _name, _symbol in _COMPARISONS.items():
+    setattr(Number, f"__{_name}__", _comparison(_symbol))
+
+
+def is_number(value: object) -> bool:
+    """Whether a value is a `Number`; `isinstance` would not tell."""
+    return type(value) is Number
+
+
+def value_of(value: Any) -> Any:
+    """The value that a number has in this call, for looking only: what depends on it is not noted."""
+    return value._value if type(value) is Number else value  # pyright: ignore[reportPrivateUsage]
+
+
+def name_of(number: Number) -> str:
+    """The name of a number in its ledger."""
+    return number._name  # pyright: ignore[reportPrivateUsage]
+
+
+def ledger_of(number: Number) -> Ledger:
+    """The ledger that a number stands in."""
+    return number._ledger  # pyright: ignore[reportPrivateUsage]
+
+
+def origins_of(*values: Any) -> frozenset[str]:
+    """The leaves that some numbers come from; draws are none."""
+    return frozenset[str]().union(*(v._origins for v in values if type(v) is Number))  # pyright: ignore[reportPrivateUsage]
+
+
+def settled(value: Any) -> Any:
+    """The plain number behind a `Number`, which is assumed to be the same at later calls; others as they are."""
+    if type(value) is not Number:
+        return value
+    plain = value_of(value)
+    ledger_of(value).assume(f"same({name_of(value)}, {ledger_of(value).constant(plain)})")
+    return plain
+
+
+def called(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """A call of a function of plain numbers (`math.cos`, `round`, `float`) with some `Number` among its arguments."""
+    ledger = next(ledger_of(arg) for arg in (*args, *kwargs.values()) if type(arg) is Number)
+    result = function(*map(value_of, args), **{key: value_of(value) for key, value in kwargs.items()})
+    texts = [_text(ledger, arg) for arg in args]
+    texts += [f"{key}={_text(ledger, value)}" for key, value in kwargs.items()]
+    text = f"{ledger.constant(function)}({', '.join(texts)})"
+    if type(result) in _REAL:
+        return ledger.computed(text, result, origins_of(*args, *kwargs.values()))
+    ledger.assume(f"same({text}, {ledger.constant(result)})")
+    return result
+
+
+def _text(ledger: Ledger, value: Any) -> str:
+    return name_of(value) if type(value) is Number else ledger.constant(value)
+
+
+def _unary(number: Number, text: str, value: Any) -> Any:
+    return ledger_of(number).computed(text.format(name_of(number)), value, origins_of(number))
+
+
+def _binary(left: Any, symbol: str, right: Any) -> Any:
+    ledger = ledger_of(left if type(left) is Number else right)
+    if not all(type(value_of(side)) in (int, float, bool) for side in (left, right)):
+        if isinstance(left, torch.Tensor) or isinstance(right, torch.Tensor):
+            return NotImplemented  # the tensor's own operator takes it as an input of the graph
+        if isinstance(left, _SYMBOLS) or isinstance(right, _SYMBOLS):
+            return _OPERATORS[symbol](_as_symbol(ledger, left), _as_symbol(ledger, right))
+        return _OPERATORS[symbol](settled(left), settled(right))
+    result = _OPERATORS[symbol](value_of(left), value_of(right))
+    text = f"{_text(ledger, left)} {symbol} {_text(ledger, right)}"
+    if type(result) in _REAL:
+        return ledger.computed(text, result, origins_of(left, right))
+    ledger.assume(f"same({text}, {ledger.constant(result)})")  # a power that is complex
+    return result
+
+
+def _as_symbol(ledger: Ledger, value: Any) -> Any:
+    return ledger.symbol_of(value) if type(value) is Number else value
+
+
+def _compared(left: Any, symbol: str, right: Any) -> Any:
+    ledger = ledger_of(left if type(left) is Number else right)
+    if isinstance(left, torch.Tensor) or isinstance(right, torch.Tensor):
+        return NotImplemented
+    if not all(type(value_of(side)) in (int, float, bool) for side in (left, right)):
+        return _OPERATORS[symbol](settled(left), settled(right))
+    outcome = _OPERATORS[symbol](value_of(left), value_of(right))
+    text = f"{_text(ledger, left)} {symbol} {_text(ledger, right)}"
+    ledger.assume(text if outcome else f"not {text}")
+    return outcome

@@ -1,0 +1,213 @@
+"""Calls that reach past the step: draws from Python's and NumPy's generators, and output. Both happen again each time.
+
+A draw that gives a number becomes a line of the ledger: `b0 = generator.random()`. Output is kept as the call that it
+is, with its arguments as templates, and made after the step has run.
+"""
+
+from __future__ import annotations
+
+import datetime
+import functools
+import logging
+import random
+import sys
+import types
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from wholestep.capture import source
+from wholestep.capture.record import numbers
+from wholestep.capture.record.places import is_plain
+from wholestep.errors import CaptureError
+
+if TYPE_CHECKING:
+    from wholestep.capture.record.calls import Handler
+    from wholestep.capture.record.recorder import Recorder
+
+_PROGRESS = ("update", "set_description", "set_description_str", "set_postfix", "set_postfix_str", "refresh", "close")
+_IN_PLACE = ("shuffle", "permutation")
+_ADVICE = "Draw outside the step and pass what was drawn, or draw with torch"
+
+
+@dataclass(frozen=True)
+class Output:
+    """Something that the step said, and how it is said again: `function(*args, **kwargs)`."""
+
+    function: Callable[..., Any]
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+
+
+# Draws
+
+
+def save_generator(generator: Any) -> Callable[[], None]:
+    """What puts a generator back to where it is now."""
+    if isinstance(generator, random.Random):
+        return functools.partial(generator.setstate, generator.getstate())
+    if isinstance(generator, np.random.RandomState):
+        state: Any = generator.get_state(legacy=False)
+        return functools.partial(generator.set_state, state)
+    bits: Any = generator.bit_generator if isinstance(generator, np.random.Generator) else generator
+    state = bits.state
+    return lambda: setattr(bits, "state", state)
+
+
+def _draw(recorder: Recorder, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    name = f"{type(function.__self__).__name__}.{function.__name__}()"
+    if function.__name__ in _IN_PLACE:
+        recorder.refuse(f"draws an order with {name}", _ADVICE)
+    if not all(_is_repeatable(value) for value in (*args, *kwargs.values())):
+        recorder.refuse(f"calls {name} with something that the step has computed", _ADVICE)
+    for value in (*args, *kwargs.values()):
+        recorder.read_deep(value)
+    return functools.partial(_drawn, recorder, function)
+
+
+def _is_repeatable(value: Any) -> bool:
+    if isinstance(value, (list, tuple)):
+        return all(is_plain(item) for item in value)
+    return is_plain(value) or numbers.is_number(value)
+
+
+def _drawn(recorder: Recorder, function: Any, *args: Any, **kwargs: Any) -> Any:
+    recorder.keep_generator(function.__self__)
+    ledger = recorder.ledger
+    result = function(*map(numbers.value_of, args), **{key: numbers.value_of(value) for key, value in kwargs.items()})
+    texts = [_text(ledger, value) for value in args] + [
+        f"{key}={_text(ledger, value)}" for key, value in kwargs.items()
+    ]
+    number = ledger.computed(f"{ledger.constant(function)}({', '.join(texts)})", _as_number(result))
+    if isinstance(result, (int, float, np.integer, np.floating)) and not isinstance(result, bool):
+        return number
+    if not is_plain(result):
+        recorder.refuse(
+            f"draws a {type(result).__name__} with {type(function.__self__).__name__}.{function.__name__}()", _ADVICE
+        )
+    ledger.assume(f"same({numbers.name_of(number)}, {ledger.constant(result)})")
+    return result
+
+
+def _as_number(result: Any) -> Any:
+    if isinstance(result, np.generic):
+        return result.item()
+    return result
+
+
+def _text(ledger: numbers.Ledger, value: Any) -> str:
+    if numbers.is_number(value):
+        return numbers.name_of(value)
+    return ledger.constant(list(value) if isinstance(value, list) else value)
+
+
+# Output
+
+
+def _say(recorder: Recorder, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    return functools.partial(_keep_output, recorder, function)
+
+
+def _keep_output(recorder: Recorder, function: Any, *args: Any, **kwargs: Any) -> None:
+    for value in (*args, *kwargs.values()):
+        if isinstance(value, torch.Tensor) and value.requires_grad:
+            raise CaptureError(
+                "printing a tensor needs a value that is only known when the step runs",
+                location=source.current_location(),
+                advice=source.VALUE_ADVICE,
+            )
+    recorder.outputs.append(Output(function, args, kwargs))
+
+
+def _log(recorder: Recorder, method: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    levels = {"debug": 10, "info": 20, "warning": 30, "warn": 30, "error": 40, "critical": 50, "fatal": 50}
+    name = method.__name__
+    if name not in levels and name != "log":
+        return method  # questions about levels; handlers are not touched
+    location = source.current_location() or "unknown:0"
+    logger: logging.Logger = method.__self__
+
+    def keep(*args: Any, **kwargs: Any) -> None:
+        level, *rest = args if name == "log" else (levels[name], *args)
+        recorder.outputs.append(Output(functools.partial(_log_again, logger, location), (level, *rest), kwargs))
+
+    return keep
+
+
+def _log_again(logger: logging.Logger, location: str, level: int, message: Any, *args: Any, **kwargs: Any) -> None:
+    """A log record as it came from the user's line."""
+    if logger.isEnabledFor(level):
+        filename, _, line = location.rpartition(":")
+        record = logger.makeRecord(
+            logger.name, level, filename, int(line), message, args, None, extra=kwargs.get("extra")
+        )
+        logger.handle(record)
+
+
+def _warn(recorder: Recorder, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def keep(message: Any, category: Any = None, stacklevel: int = 1, source: Any = None, **_: Any) -> None:
+        frame = _frame_above(stacklevel)
+        names = frame.f_globals
+        kind = type(message) if isinstance(message, Warning) else category or UserWarning
+        about = (message, kind, frame.f_code.co_filename, frame.f_lineno, names.get("__name__"))
+        recorder.outputs.append(Output(functools.partial(_warn_again, names), about, {}))
+
+    return keep
+
+
+def _frame_above(stacklevel: int) -> types.FrameType:
+    frame: types.FrameType = sys._getframe(2)  # pyright: ignore[reportPrivateUsage]
+    for _ in range(stacklevel - 1):
+        frame = frame.f_back or frame
+    return frame
+
+
+def _warn_again(names: dict[str, Any], *about: Any) -> None:
+    warnings.warn_explicit(*about, registry=names.setdefault("__warningregistry__", {}))
+
+
+# Who is asked
+
+
+def _progress(recorder: Recorder, method: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    if method.__name__ in _PROGRESS:
+        return _say(recorder, method, args, kwargs)
+    recorder.refuse(f"calls {method.__name__}() of a progress bar", "Call it outside the step")
+    return method
+
+
+def _stream(recorder: Recorder, method: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    return _say(recorder, method, args, kwargs) if method.__name__ in ("write", "flush") else method
+
+
+def _clock(recorder: Recorder, method: Any, _args: tuple[Any, ...], _kwargs: dict[str, Any]) -> Any:
+    if method.__name__ in ("now", "today", "utcnow"):
+        recorder.refuse(f"asks the clock (datetime.{method.__name__})", "Ask for the time outside the step")
+    return method
+
+
+def handler_of(owner: Any) -> Handler | None:
+    """How calls of methods of an object are handled; None for most objects."""
+    if isinstance(owner, (random.Random, np.random.RandomState, np.random.Generator)):
+        return _draw
+    if isinstance(owner, (logging.Logger, logging.LoggerAdapter)):
+        return _log
+    if owner is sys.stdout or owner is sys.stderr:
+        return _stream
+    if isinstance(owner, type) and issubclass(owner, datetime.date):
+        return _clock
+    if any(base.__name__ == "tqdm" and base.__module__.split(".")[0] == "tqdm" for base in type(owner).__mro__):
+        return _progress
+    return None
+
+
+def _log_to_root(recorder: Recorder, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    return _log(recorder, getattr(logging.getLogger(), function.__name__), args, kwargs)
+
+
+_ROOT = (logging.debug, logging.info, logging.warning, logging.error, logging.critical, logging.log)
+HANDLERS: dict[Any, Handler] = {print: _say, warnings.warn: _warn, **dict.fromkeys(_ROOT, _log_to_root)}

@@ -1,0 +1,187 @@
+"""What an instruction of Python reads or writes, as Python would find it: attributes, items, whole containers."""
+
+from __future__ import annotations
+
+import collections
+import functools
+import sys
+from types import FunctionType, MemberDescriptorType, MethodType, ModuleType
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from wholestep.capture.record.places import ABSENT, CONTAINERS, Place, Step, take
+
+if TYPE_CHECKING:
+    from wholestep.capture.record.recorder import Recorder
+
+
+def read_attribute(recorder: Recorder, owner: Any, name: str) -> None:
+    """`owner.name`, as Python finds it: data descriptors of the class, the object's own, then the class's."""
+    if isinstance(owner, ModuleType):
+        read_from_namespace(recorder, vars(owner), owner.__name__, name)
+        return
+    if isinstance(owner, type):
+        read_from_class(recorder, owner, name)
+        return
+    place = recorder.place_of(owner)
+    if isinstance(_class_member(type(owner), "__getattribute__"), FunctionType):
+        recorder.follow_operators(owner)  # which will say what it reads
+        return
+    find_attribute(recorder, owner, name, place)
+
+
+def find_attribute(recorder: Recorder, owner: Any, name: str, place: Place | None) -> None:
+    """An attribute of an object, as `object.__getattribute__` finds it."""
+    member = _class_member(type(owner), name)
+    if _is_data_descriptor(member):
+        recorder.follow_all(member)
+        if isinstance(member, MemberDescriptorType):
+            recorder.read_slot(owner, name)
+        return
+    if place is None:
+        recorder.follow_all(member)
+        return
+    namespace = recorder.namespace_of(owner)
+    if namespace is not None and name in namespace:
+        recorder.read_item(namespace, name)
+    elif isinstance(owner, nn.Module) and _read_from_module(recorder, owner, name):
+        return
+    elif member is not ABSENT:
+        if namespace is not None:
+            recorder.read_item(namespace, name)
+        if isinstance(member, functools.cached_property) and namespace is not None:
+            recorder.about_to_change(namespace)
+        read_from_class(recorder, type(owner), name)
+    elif type(owner) in (MethodType, functools.partial) or isinstance(owner, FunctionType):
+        recorder.note(owner, Step.ATTRIBUTE, name, take(owner, Step.ATTRIBUTE, name))
+    else:
+        if namespace is not None:
+            recorder.read_item(namespace, name)
+        getter = _class_member(type(owner), "__getattr__")
+        recorder.follow_all(getter)
+        if not isinstance(getter, FunctionType):
+            recorder.read_deep(owner)
+
+
+def read_from_namespace(recorder: Recorder, namespace: dict[str, Any], label: str, name: str) -> None:
+    """A global of a module. Functions of torch and of Python are taken for what they are: a trace patches some."""
+    value = namespace.get(name, ABSENT)
+    if _is_library(label) and (callable(value) or isinstance(value, ModuleType)):
+        return
+    recorder.root(namespace, label)
+    recorder.read_item(namespace, name)
+
+
+@functools.cache
+def _is_library(module: str) -> bool:
+    root = module.split(".")[0]
+    return root in ("torch", "numpy", "wholestep") or root in sys.stdlib_module_names
+
+
+def read_from_class(recorder: Recorder, cls: type, name: str) -> None:
+    for base in cls.__mro__:
+        if name in vars(base):
+            member = vars(base)[name]
+            if base.__flags__ & _HEAP_TYPE and not (_is_library(base.__module__) and callable(member)):
+                recorder.root(base)
+                recorder.note(base, Step.CLASS, name, member)
+            recorder.follow_all(member)
+            return
+    metaclass = _class_member(type(cls), name)
+    if metaclass is not ABSENT:
+        recorder.follow_all(metaclass)
+
+
+_HEAP_TYPE = 1 << 9
+
+
+def _read_from_module(recorder: Recorder, module: nn.Module, name: str) -> bool:
+    """A submodule is a place; parameters and buffers are inputs of the graph, and guarded as such."""
+    children = vars(module)["_modules"]
+    if name in children:
+        recorder.namespace_of(module)
+        recorder.read_item(vars(module), "_modules")
+        recorder.read_item(children, name)
+        return True
+    return name in vars(module)["_parameters"] or name in vars(module)["_buffers"]
+
+
+def _class_member(cls: type, name: str) -> Any:
+    for base in cls.__mro__:
+        if name in vars(base):
+            return vars(base)[name]
+    return ABSENT
+
+
+def _is_data_descriptor(member: Any) -> bool:
+    return member is not ABSENT and hasattr(type(member), "__set__")
+
+
+def write_attribute(recorder: Recorder, owner: Any, name: str) -> None:
+    """`owner.name` is going to be set or deleted."""
+    if isinstance(owner, torch.Tensor):
+        return
+    if isinstance(owner, ModuleType):
+        recorder.root(vars(owner), owner.__name__)
+        recorder.about_to_change(vars(owner))
+    elif isinstance(owner, type):
+        recorder.root(owner)
+        recorder.about_to_change(owner)
+    elif recorder.place_of(owner) is not None:
+        member = _class_member(type(owner), name)
+        if isinstance(member, MemberDescriptorType):
+            recorder.about_to_change(owner)
+        elif _is_data_descriptor(member):
+            recorder.follow_all(member)
+        elif (namespace := recorder.namespace_of(owner)) is not None:
+            recorder.about_to_change(namespace)
+    recorder.follow_operators(owner)
+
+
+def read_subscript(recorder: Recorder, owner: Any, key: Any) -> None:
+    """`owner[key]`."""
+    if recorder.place_of(owner) is None:
+        return
+    if isinstance(owner, dict):
+        recorder.identify(key)
+        recorder.read_item(owner, key)
+    elif isinstance(owner, (list, tuple, collections.deque)) and type(key) is int:
+        size = len(owner)
+        if -size <= key < size:
+            if key < 0:
+                recorder.length(owner)
+            recorder.read_item(owner, key if key >= 0 else size + key)
+        else:
+            recorder.length(owner)
+    elif isinstance(owner, CONTAINERS):
+        recorder.read_all(owner)
+    elif isinstance(owner, np.ndarray):
+        recorder.expect_content(owner)
+
+
+def write_item(recorder: Recorder, owner: Any, operation: str, *args: Any) -> None:
+    """An item of an owner is going to be set or deleted."""
+    if isinstance(owner, dict):
+        recorder.about_to_change(owner)
+    elif isinstance(owner, (list, collections.deque)):
+        recorder.about_to_change(owner, operation, *args)
+    elif isinstance(owner, np.ndarray):
+        recorder.expect_content(owner)
+        recorder.about_to_change(owner)
+
+
+def read_through(recorder: Recorder, owner: Any) -> None:
+    """Something goes through all items of an owner."""
+    if isinstance(owner, torch.Tensor) or recorder.place_of(owner) is None:
+        return
+    if isinstance(owner, CONTAINERS):
+        recorder.read_all(owner)
+    elif isinstance(owner, np.ndarray):
+        recorder.expect_content(owner)
+    elif hasattr(type(owner), "__next__"):
+        recorder.refuse(
+            f"takes items from an iterator that outlives it (a {type(owner).__name__})", "Call next() outside the step"
+        )

@@ -1,0 +1,569 @@
+"""The recorder: what Python the step reads, writes and calls while it is traced, and from where.
+
+Followed functions run instrumented code (`instrument`), which tells the recorder of each load, store and call, with the
+objects themselves. An object that was there before the step has a place (`places`) from the moment it is first loaded;
+one that the step makes has none, and what is read from it is the step's own business. So
+
+    x = self.cfg.beta * scale[0]
+
+notes that `self.cfg` is an object of some class, its `beta` the number 0.5, and `scale[0]` the number 2.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import sys
+import threading
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
+from types import CellType, FunctionType, MethodType, SimpleNamespace
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from wholestep import _recording_torch, _torch
+from wholestep.capture import source, tree
+from wholestep.capture.record import outside, reads
+from wholestep.capture.record.calls import BUILTINS
+from wholestep.capture.record.follow import Followers, functions_in
+from wholestep.capture.record.numbers import Ledger, Number, origins_of, settled
+from wholestep.capture.record.places import (
+    ABSENT,
+    ARGUMENTS,
+    CONTAINERS,
+    PLAIN_TYPES,
+    Expectation,
+    Place,
+    Rooted,
+    Step,
+    expectation,
+    find,
+    is_plain,
+    put,
+    slot_names,
+    take,
+)
+from wholestep.capture.record.state import Kept, Operation
+from wholestep.errors import CaptureError
+
+_DEEPEST = 8
+_MOST_ITEMS = 20_000
+_OTHER_PARTS = {MethodType: ("__func__", "__self__"), functools.partial: ("func", "args", "keywords")}
+_SKIPPED: frozenset[type] = PLAIN_TYPES | {Number, torch.Size}
+
+
+class Unsymbolic(BaseException):
+    """Torch needs the value of a number that was to stay symbolic: traced again with it as it is."""
+
+    def __init__(self, paths: frozenset[tuple[Any, ...]]) -> None:
+        super().__init__(len(paths))
+        self.paths = paths
+
+
+class Missed(BaseException):
+    """The step calls a model that nobody has found before: it is traced again with that one among its inputs."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__(type(module).__name__)
+        self.module = module
+
+
+class Recorder:
+    """Notes of one trace. `numbers` are paths of places whose number has changed before: they get a `Number`."""
+
+    def __init__(self, numbers: frozenset[tuple[Any, ...]] = frozenset()) -> None:
+        self.thread = threading.get_ident()
+        self.ledger = Ledger()
+        self.roots: list[Place] = []
+        self.followers = Followers()
+        self.kept: dict[int, Kept] = {}
+        """By id of an owner: what it held before the step wrote to it."""
+        self._numbers = numbers
+        self._places: dict[int, Place] = {}
+        self._alive: list[Any] = []
+        """Keeps owners from being freed, so that an id means one object."""
+        self._managed: set[int] = set()
+        self.handlers: dict[Any, Any] = {**BUILTINS, **outside.HANDLERS}
+        self.outputs: list[outside.Output] = []
+        self.is_deaf = False
+        """Whether hooks are to be ignored just now."""
+        self.known_modules: set[int] = set()
+        self.symbol_of: Callable[[Number], Any] = lambda number: float(number)
+        self._generators: dict[int, Callable[[], None]] = {}
+        self.generators: list[Any] = []
+        self.needed: set[str] = set()
+        """Names of the numbers that effects and outputs need."""
+        self._plain_types: set[type] = set()
+        self._entered: set[int] = set()
+        self._given: Any = None
+        self._caches: dict[int, Any] = {}
+        """Caches of functions that were empty before the trace."""
+        self._read_deep: set[int] = set()
+
+    # Owners
+
+    def root(self, owner: Any, label: str = "") -> Place:
+        """The place of an object that is always the same one, or of the arguments."""
+        known = self._places.get(id(owner))
+        if known is not None:
+            return known
+        place = Place(None, Step.ITEM, owner, owner, Expectation.SAME, label)
+        self.roots.append(place)
+        self._register(owner, place)
+        return place
+
+    def stands_at(self, owner: Any, place: Place) -> None:
+        """Say that an object of the trace stands for what is at a place (a copy of an argument's container)."""
+        self._register(owner, place)
+
+    def place_of(self, owner: Any) -> Place | None:
+        """Where an object was found; None for one that the step has made itself."""
+        return self._places.get(id(owner))
+
+    def manage(self, owner: Any) -> None:
+        """Leave an owner out: somebody else looks after it (parameters, optimizer state)."""
+        self._managed.add(id(owner))
+        self._alive.append(owner)
+
+    def _register(self, owner: Any, place: Place) -> None:
+        self._alive.append(owner)
+        self._places[id(owner)] = place
+
+    def add_module(self, module: nn.Module, label: str) -> None:
+        """A model that takes part: its parameters and buffers are inputs, its other attributes are watched."""
+        self.known_modules.add(id(module))
+        self.root(module, label)
+        for name in ("_parameters", "_buffers"):
+            self.manage(vars(module)[name])
+        namespace = self.namespace_of(module)
+        self.about_to_change(namespace)
+        self.note(namespace, Step.ITEM, "_modules", vars(module)["_modules"], only_presence=True)
+
+    def add_optimizer(self, optimizer: Optimizer, label: str) -> None:
+        """An optimizer that takes part: its groups and its state are guarded as such."""
+        self.root(optimizer, label)
+        for owner in (optimizer.param_groups, *optimizer.param_groups, optimizer.state, optimizer.defaults):
+            self.manage(owner)
+        if type(optimizer).__module__.startswith("torch.optim"):  # flags of its own, which mean nothing to others
+            self.manage(vars(optimizer))
+        self.about_to_change(self.namespace_of(optimizer))
+
+    def add_hook(self, hook: Any) -> None:
+        """A hook that torch calls by itself."""
+        self.root(hook)
+        self.read_deep(hook)
+        if hasattr(hook, "__self__"):
+            self.read_bound(hook)
+        self.follow_all(hook)
+
+    def add_function(self, function: Any) -> None:
+        """The step itself: what it is bound to is always the same."""
+        owner = getattr(function, "__self__", None)
+        if owner is not None and not is_plain(owner):
+            self.root(owner, "self")
+        if not is_plain(function):
+            self.root(function)
+
+    # Reads
+
+    def note(self, owner: Any, step: Step, key: Any, value: Any, *, only_presence: bool = False) -> Place | None:
+        """Something was read from an owner; returns its place, None if the owner is the step's own."""
+        above = self._places.get(id(owner))
+        if above is None or id(owner) in self._managed or _torch.is_traced(value):
+            return None
+        known = above.children.get((step, _hashable(key)))
+        if known is not None:
+            if known.expectation is Expectation.PRESENT and not only_presence:
+                known.expectation, known.value = expectation(value), value
+                self._found(value, known)
+            return known
+        expected = Expectation.PRESENT if only_presence and value is not ABSENT else expectation(value)
+        place = Place(above, step, key, value, expected)
+        above.children[step, _hashable(key)] = place
+        if expected is not Expectation.PRESENT:
+            self._found(value, place)
+        return place
+
+    def _found(self, value: Any, place: Place) -> None:
+        if place.expectation in (Expectation.VALUE, Expectation.ABSENT, Expectation.NUMBER):
+            return
+        first = self._places.get(id(value))
+        if first is None:
+            self._register(value, place)
+            self.follow_operators(value)
+        elif place.expectation in (Expectation.OPEN, Expectation.TENSOR) and first is not place:
+            place.twin = first
+        if place.expectation is Expectation.ARRAY:
+            place.value = value.copy()
+
+    def read_item(self, owner: Any, key: Any) -> None:
+        """`owner[key]` of a dict, list or tuple as it was before the step wrote to it."""
+        kept = self.kept.get(id(owner))
+        if kept is None:
+            self.note(owner, Step.ITEM, key, take(owner, Step.ITEM, key))
+        elif isinstance(owner, dict):
+            before = kept.before.get(key, ABSENT)
+            if before is take(owner, Step.ITEM, key):
+                self.note(owner, Step.ITEM, key, before)
+        else:
+            self.read_all(owner)
+
+    def read_all(self, owner: Any) -> None:
+        """Everything that a container held before the step wrote to it: keys or length, and each item."""
+        if self._places.get(id(owner)) is None or id(owner) in self._managed:
+            return
+        kept = self.kept.get(id(owner))
+        content = owner if kept is None else kept.before
+        if len(content) > _MOST_ITEMS:
+            self.refuse(f"goes through a container of {len(content)} items from outside", "Pass it as a tensor")
+        if isinstance(owner, dict):
+            self.note(owner, Step.KEYS, None, tuple(content))
+            for key, value in list(content.items()):
+                self.note(owner, Step.ITEM, key, value)
+        elif isinstance(owner, (set, frozenset)):
+            self.note(owner, Step.KEYS, None, tuple(content))
+        else:
+            self.note(owner, Step.LENGTH, None, len(content))
+            for index, value in enumerate(list(content)):
+                self.note(owner, Step.ITEM, index, value)
+
+    def read_deep(self, owner: Any, depth: int = _DEEPEST) -> None:
+        """The whole plain state of an owner and of what it holds: somebody reads it whom we cannot follow."""
+        place = self._places.get(id(owner))
+        if place is None or depth == 0 or place.expectation not in (Expectation.OPEN, Expectation.SAME):
+            return
+        if place.expectation is Expectation.SAME and not isinstance(owner, dict):
+            return
+        if id(owner) in self._read_deep:
+            return
+        self._read_deep.add(id(owner))
+        for part in list(self._parts(owner)):
+            self.read_deep(part, depth - 1)
+
+    def _parts(self, owner: Any) -> Iterator[Any]:
+        """What an owner holds; all of it is noted."""
+        if isinstance(owner, CONTAINERS):
+            self.read_all(owner)
+            yield from owner.values() if isinstance(owner, dict) else owner
+        namespace = self.namespace_of(owner)
+        if namespace is not None:
+            self.read_all(namespace)
+            yield from namespace.values()
+        for name in _OTHER_PARTS.get(type(owner), ()):
+            value = take(owner, Step.ATTRIBUTE, name)
+            self.note(owner, Step.ATTRIBUTE, name, value)
+            yield value
+        for name in slot_names(type(owner)):
+            value = take(owner, Step.ATTRIBUTE, name)
+            self.note(owner, Step.ATTRIBUTE, name, value)
+            yield value
+
+    def namespace_of(self, owner: Any) -> dict[str, Any] | None:
+        """The dict that holds an object's attributes, as a place of its own; None if it has none."""
+        namespace = _dict_of(owner)
+        if namespace is not None and id(namespace) not in self._places and id(owner) in self._places:
+            self.note(owner, Step.ATTRIBUTE, "__dict__", namespace)
+        return namespace
+
+    def length(self, owner: Any) -> Any:
+        """`len(owner)`: a `Number` if it has changed before."""
+        kept = self.kept.get(id(owner))
+        before = len(owner if kept is None else kept.before)
+        place = self._places.get(id(owner))
+        if place is None:
+            return len(owner)
+        if not isinstance(owner, list) and kept is not None:
+            self.read_all(owner)  # what writing did to the length depends on what was there
+            return len(owner)
+        if (*place.path, (Step.LENGTH, None)) in self._numbers and (kept is None or kept.has_steady_length):
+            noted = self.note(owner, Step.LENGTH, None, self.ledger.leaf(before, (*place.path, (Step.LENGTH, None))))
+            assert noted is not None
+            return noted.value + (len(owner) - before) if len(owner) != before else noted.value
+        self.note(owner, Step.LENGTH, None, before)
+        return len(owner)
+
+    def read_presence(self, owner: dict[Any, Any], key: Any) -> None:
+        """`key in owner`."""
+        kept = self.kept.get(id(owner))
+        before = owner if kept is None else kept.before
+        value = before.get(key, ABSENT)
+        if (value is ABSENT) is (key not in owner):
+            self.note(owner, Step.ITEM, key, value, only_presence=True)
+
+    def read_truth(self, owner: Any) -> None:
+        """`bool(owner)` of a container."""
+        if id(owner) in self.kept:
+            self.read_all(owner)
+        else:
+            self.note(owner, Step.TRUTH, None, bool(len(owner)))
+
+    def read_slot(self, owner: Any, name: str) -> None:
+        """An attribute that is one of `__slots__`."""
+        kept = self.kept.get(id(owner))
+        value = take(owner, Step.ATTRIBUTE, name)
+        if kept is None or kept.before.get(name, ABSENT) is value:
+            self.note(owner, Step.ATTRIBUTE, name, value)
+
+    def read_cell(self, cell: CellType) -> None:
+        """A variable of a closure."""
+        if id(cell) not in self.kept:
+            self.note(cell, Step.CELL, None, take(cell, Step.CELL, None))
+
+    def read_defaults(self, function: FunctionType) -> None:
+        """Default values of a function's arguments."""
+        if id(function) not in self._places:
+            return
+        for name in ("__defaults__", "__kwdefaults__"):
+            defaults = getattr(function, name)
+            if defaults:
+                self.note(function, Step.ATTRIBUTE, name, defaults)
+                self.read_all(defaults)
+
+    def read_bound(self, method: Any) -> None:
+        """A bound method from outside is called: what it is bound to was there as well."""
+        if id(method) in self._places:
+            self.note(method, Step.ATTRIBUTE, "__self__", method.__self__)
+
+    def read_attribute(self, owner: Any, name: str) -> None:
+        reads.read_attribute(self, owner, name)
+
+    def find_attribute(self, owner: Any, name: str) -> None:
+        reads.find_attribute(self, owner, name, self.place_of(owner))
+
+    def write_attribute(self, owner: Any, name: str) -> None:
+        reads.write_attribute(self, owner, name)
+
+    def read_subscript(self, owner: Any, key: Any) -> None:
+        reads.read_subscript(self, owner, key)
+
+    def read_class(self, cls: type) -> None:
+        """All plain attributes of a class: somebody whom we cannot follow is given it."""
+        for base in cls.__mro__:
+            for name, member in list(vars(base).items()):
+                if is_plain(member) and not name.startswith("__"):
+                    reads.read_from_class(self, base, name)
+
+    def read_through(self, owner: Any) -> None:
+        reads.read_through(self, owner)
+
+    def root_globals(self) -> None:
+        """`globals()` is called by followed code."""
+        frame = sys._getframe(1)  # pyright: ignore[reportPrivateUsage]
+        while not self.followers.instrumenter.is_instrumented(frame.f_code) and frame.f_back is not None:
+            frame = frame.f_back
+        self.root(frame.f_globals)
+
+    def identify(self, owner: Any) -> None:
+        """Something depends on which object this is, not only on what it holds."""
+        place = self._places.get(id(owner))
+        if place is not None and place.expectation is Expectation.OPEN:
+            place.expectation = Expectation.SAME
+
+    def expect_content(self, array: np.ndarray[Any, Any]) -> None:
+        """An array is read or written; where it was found its content is expected already."""
+        place = self._places.get(id(array))
+        if place is not None and place.expectation is Expectation.SAME and isinstance(array, np.ndarray):
+            self.refuse("reads a large NumPy array from outside", "Pass it to the step as a tensor")
+
+    # Arguments and numbers
+
+    def give(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """The arguments that the step is traced with: copies of the user's containers, and the user's objects."""
+        given = self._given = SimpleNamespace(args=args, kwargs=kwargs)
+        self._register(given, Place(None, Step.ITEM, ARGUMENTS, given, Expectation.SAME, is_given=True))
+        self.roots.append(self._places[id(given)])
+        for name in ("args", "kwargs"):
+            self._give(given, Step.ATTRIBUTE, name, getattr(given, name))
+
+    def _give(self, owner: Any, step: Step, key: Any, value: Any) -> None:
+        if isinstance(value, torch.Tensor) or is_plain(value) or type(value) is Number:
+            return
+        place = self.note(owner, step, key, value)
+        opened = tree.opened(value)
+        if place is None or opened is None or place.is_given:
+            return
+        place.is_given = True
+        inner = Step.ITEM if isinstance(value, (list, tuple, Mapping)) else Step.ATTRIBUTE
+        for name, part in zip(*opened, strict=True):
+            self._give(value, inner, name, part)
+
+    @contextlib.contextmanager
+    def placed_numbers(self) -> Generator[None]:
+        """Let a `Number` stand where a number stands that has changed before, but for arguments (see `argument`)."""
+        undo: list[Callable[[], None]] = []
+        try:
+            for path in self._numbers:
+                value = find(path, self._given)
+                if type(value) in (int, float) and path[-1][0] is not Step.LENGTH:
+                    undo.append(put(path, self.ledger.leaf(value, path), self._given))
+            yield
+        finally:
+            for put_back in reversed(undo):
+                put_back()
+
+    @contextlib.contextmanager
+    def symbolic(self, numbers: Iterable[Any]) -> Generator[None]:
+        """Torch is given numbers as symbols inside; where it cannot go on without their values, they get them."""
+        try:
+            yield
+        except CaptureError:
+            raise
+        except Exception as error:
+            origins = origins_of(*numbers)
+            if not origins:
+                raise CaptureError(
+                    f"the step uses a draw where torch needs a fixed number ({type(error).__name__})",
+                    location=source.current_location(),
+                    advice="Draw outside the step and pass what was drawn",
+                ) from error
+            raise Unsymbolic(frozenset(self.ledger.leaves[name] for name in origins)) from error
+
+    def argument(self, path: tuple[Any, ...], value: Any) -> Any:
+        """A plain argument: a `Number` if it has changed before."""
+        return self.ledger.leaf(value, path) if path in self._numbers and type(value) in (int, float) else value
+
+    # Generators and modules
+
+    def keep_generator(self, generator: Any) -> None:
+        """Remember where a generator of Python or NumPy stands before the first draw."""
+        if id(generator) not in self._generators:
+            self._alive.append(generator)
+            self.generators.append(generator)
+            self._generators[id(generator)] = outside.save_generator(generator)
+
+    def handler_of(self, owner: Any) -> Any:
+        """How calls of an object's methods are handled, if otherwise than others."""
+        if type(owner) in self._plain_types:
+            return None
+        handler = outside.handler_of(owner)
+        if handler is None and not isinstance(owner, type):
+            self._plain_types.add(type(owner))
+        return handler
+
+    def enter_module(self, module: nn.Module) -> None:
+        """A module is going to be called: its forward and its hooks are followed."""
+        if id(module) in self._entered:
+            return
+        self._entered.add(id(module))
+        self._alive.append(module)
+        if id(module) not in self.known_modules:
+            raise Missed(module)
+        self.read_attribute(module, "forward")
+        self.follow_operators(module)
+        for name, hooks in vars(module).items():
+            if name.endswith("_hooks") and isinstance(hooks, dict):
+                for hook in hooks.values():
+                    self.add_hook(hook)
+
+    def cached_call(self, function: Any) -> Callable[..., Any]:
+        """A function with a cache: what it holds is computed for real, as it will be found there after the step."""
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            leaves = [leaf for leaf in (*args, *kwargs.values()) if isinstance(leaf, torch.Tensor)]
+            if leaves:
+                self.follow_all(function.__wrapped__)
+                return function.__wrapped__(*args, **kwargs)
+            args, kwargs = tuple(map(settled, args)), {name: settled(value) for name, value in kwargs.items()}
+            if function.cache_info().currsize == 0:
+                self._caches[id(function)] = function
+            with self.deaf(), _recording_torch.untraced():
+                result = function(*args, **kwargs)
+            self.root(function)
+            self.note(function, Step.CALL, (args, tuple(kwargs.items())), result)
+            if any(_torch.is_traced(value) for value in _torch.tree_leaves(result)):
+                self.refuse("fills a cache with what it computes from the model", "Call the cached function outside")
+            return result
+
+        return call
+
+    @contextlib.contextmanager
+    def deaf(self) -> Generator[None]:
+        """Ignore what followed code does inside."""
+        before, self.is_deaf = self.is_deaf, True
+        try:
+            yield
+        finally:
+            self.is_deaf = before
+
+    # Writes
+
+    def might_change(self, owner: Any) -> None:
+        """Somebody whom we cannot follow is given an owner: keep what it and all it holds were."""
+        place = self._places.get(id(owner))
+        if place is None or id(owner) in self.kept or place.expectation not in (Expectation.OPEN, Expectation.ARRAY):
+            return
+        if isinstance(owner, (tuple, frozenset)):
+            for part in owner:
+                self.might_change(part)
+            return
+        if type(owner) in (MethodType, functools.partial):
+            return
+        namespace = _dict_of(owner)
+        if isinstance(owner, (*CONTAINERS, np.ndarray)) or namespace is None:
+            self.about_to_change(owner)
+        for part in (namespace, *([] if namespace is None else namespace.values())):
+            self.might_change(part)
+
+    def about_to_change(self, owner: Any, *operation: Any) -> None:
+        """The step is going to write to an owner: keep what is there, and note the operation on a sequence or set."""
+        if id(owner) not in self._places or id(owner) in self._managed:
+            return
+        kept = self.kept.get(id(owner))
+        if kept is None:
+            kept = self.kept[id(owner)] = Kept.of(owner)
+        if operation:
+            name, *args = operation
+            noted: Operation = (name, tuple(args))
+            kept.operations.append(noted)
+
+    def restore(self) -> None:
+        """Undo everything that the trace has written."""
+        for kept in reversed(self.kept.values()):
+            kept.restore()
+        for put_back in self._generators.values():
+            put_back()
+        for function in self._caches.values():
+            function.cache_clear()
+
+    # Code
+
+    def follow(self, function: Any) -> bool:
+        """Run a function's code instrumented from its next call on; False for one that is not to be followed."""
+        if not isinstance(function, FunctionType):
+            return False
+        is_new = self.followers.follow(function)
+        if is_new:
+            self.root(function)
+            for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
+                self.root(cell, name)
+        return is_new is not None
+
+    def follow_all(self, value: Any) -> None:
+        """Follow the functions behind a method, a property, a partial or a decorator."""
+        for function in functions_in(value):
+            self.follow(function)
+
+    def follow_operators(self, owner: Any) -> None:
+        """Follow what a class does when its objects are used: operators, `with`, iteration, calls."""
+        for function in self.followers.operators(type(owner)):
+            self.follow(function)
+
+    def refuse(self, what: str, advice: str) -> None:
+        raise CaptureError(f"the step {what}", location=source.current_location(), advice=advice)
+
+
+def _hashable(key: Any) -> Any:
+    return key if is_plain(key) else Rooted(key)
+
+
+def _dict_of(owner: Any) -> dict[str, Any] | None:
+    if isinstance(owner, (type, CellType, MethodType)) or type(owner) in _SKIPPED:
+        return None
+    try:
+        namespace = object.__getattribute__(owner, "__dict__")
+    except (AttributeError, TypeError):
+        return None
+    return namespace if isinstance(namespace, dict) else None

@@ -1,0 +1,25 @@
+"""What is left of a recording when the trace is over: guards, numbers, effects."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from wholestep.capture.record.effects import Effects
+from wholestep.capture.record.places import Place
+from wholestep.capture.record.program import Program
+
+
+@dataclass(frozen=True)
+class Recording:
+    """The Python around a captured graph.
+
+    `roots` are the places it has read from; `program` computes the numbers that change, `effects` are done behind the
+    graph. `symbolic` are the paths of numbers that may change; `numbers` holds those of the call that is running.
+    """
+
+    roots: tuple[Place, ...]
+    program: Program
+    effects: Effects
+    symbolic: frozenset[tuple[Any, ...]]
+    numbers: dict[str, Any]

@@ -1,0 +1,289 @@
+"""Values that a step leaves behind or returns, as templates: made anew at each call from that call's results.
+
+    self.seen.append({"loss": loss.detach(), "epoch": epoch})
+
+leaves a dict of a computed tensor and a number. Its template is a dict of `Computed(3)` and `Numeric("a0")`.
+"""
+
+from __future__ import annotations
+
+import collections
+import functools
+import types
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from wholestep import _torch
+from wholestep.capture.record.numbers import Number, name_of
+from wholestep.capture.record.places import ABSENT, Expectation, Place, Step, find, is_open, is_plain, slot_names, take
+from wholestep.capture.record.state import dict_kind
+from wholestep.errors import CaptureError
+
+if TYPE_CHECKING:
+    from wholestep.capture.binding import Binding
+
+
+@dataclass
+class Filling:
+    """What templates are filled with: the graph's outputs, the call, its numbers; objects already made in this call."""
+
+    outputs: tuple[Any, ...]
+    leaves: list[Any]
+    numbers: dict[str, Any]
+    call: Any = None
+    made: dict[int, Any] = field(default_factory=dict[int, Any])
+
+
+class Template:
+    """A value of each call."""
+
+    __slots__ = ()
+
+    def fill(self, filling: Filling) -> Any:
+        raise NotImplementedError
+
+
+@dataclass(frozen=True, slots=True)
+class Constant(Template):
+    """The same object after every call."""
+
+    value: Any
+
+    def fill(self, filling: Filling) -> Any:
+        return self.value
+
+
+@dataclass(frozen=True, slots=True)
+class Numeric(Template):
+    """A number that is computed at each call."""
+
+    name: str
+
+    def fill(self, filling: Filling) -> Any:
+        return filling.numbers[self.name]
+
+
+@dataclass(frozen=True, slots=True)
+class Computed(Template):
+    """A tensor (or size) that the graph computes: its position among the graph's outputs."""
+
+    index: int
+
+    def fill(self, filling: Filling) -> Any:
+        return filling.outputs[self.index]
+
+
+@dataclass(frozen=True, slots=True)
+class FromSlot(Template):
+    """What a slot holds: a parameter, an argument handed through, a learning rate."""
+
+    where: Binding
+
+    def fill(self, filling: Filling) -> Any:
+        return self.where.read(filling.leaves)
+
+
+@dataclass(frozen=True, slots=True)
+class ViewOfSlot(Template):
+    """A view of a parameter or another input: it shares its memory, as in eager."""
+
+    where: Binding
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    offset: int
+
+    def fill(self, filling: Filling) -> Any:
+        return self.where.read(filling.leaves).detach().as_strided(self.shape, self.strides, self.offset)
+
+
+@dataclass(frozen=True, slots=True)
+class Existing(Template):
+    """An object that was there before the step."""
+
+    path: tuple[Any, ...]
+
+    def fill(self, filling: Filling) -> Any:
+        return find(self.path, filling.call)
+
+
+@dataclass(frozen=True, slots=True)
+class Built(Template):
+    """An object that the step makes: `make()` gives an empty one, `parts` are what is put in.
+
+    One that stands in several places is made once (`number`).
+    """
+
+    number: int
+    make: Callable[[], Any]
+    items: tuple[tuple[Any, Template], ...] | None
+    attributes: tuple[tuple[str, Template], ...]
+
+    def fill(self, filling: Filling) -> Any:
+        known = filling.made.get(self.number)
+        if known is not None:
+            return known
+        built = filling.made[self.number] = self.make()
+        _put_items(built, self.items, filling)
+        for name, template in self.attributes:
+            object.__setattr__(built, name, template.fill(filling))
+        return built
+
+
+@dataclass(frozen=True, slots=True)
+class Converted(Template):
+    """An object that cannot be filled after it is made (a tuple): made from a filled list, or from arguments."""
+
+    number: int
+    make: Callable[..., Any]
+    parts: tuple[Template, ...]
+
+    def fill(self, filling: Filling) -> Any:
+        if self.number not in filling.made:
+            filling.made[self.number] = self.make(*[part.fill(filling) for part in self.parts])
+        return filling.made[self.number]
+
+
+def _put_items(built: Any, items: tuple[tuple[Any, Template], ...] | None, filling: Filling) -> None:
+    if items is None:
+        return
+    if isinstance(built, dict):
+        kind = dict_kind(built)
+        for key, template in items:
+            kind.__setitem__(built, key, template.fill(filling))
+    elif isinstance(built, set):
+        set.update(built, [template.fill(filling) for _, template in items])  # pyright: ignore[reportUnknownMemberType]
+    else:
+        base = list if isinstance(built, list) else collections.deque
+        base.extend(built, [template.fill(filling) for _, template in items])  # pyright: ignore[reportUnknownMemberType]
+
+
+class Templates:
+    """Makes templates of the values of one trace.
+
+    `place_of` tells where an object was found; `slot_of` the binding of a traced input, `base_of` that of the
+    one that a traced view looks at; `computed` makes a traced value
+    one of the graph's outputs and returns its position.
+    """
+
+    def __init__(
+        self,
+        place_of: Callable[[Any], Place | None],
+        slot_of: Callable[[Any], Binding | None],
+        base_of: Callable[[torch.Tensor], Binding | None],
+        computed: Callable[[Any], int],
+    ) -> None:
+        self._place_of = place_of
+        self._slot_of = slot_of
+        self._base_of = base_of
+        self._computed = computed
+        self._known: dict[int, Template] = {}
+        self._alive: list[Any] = []
+        self.numbers: set[str] = set()
+        """Names of all changing numbers in templates."""
+
+    def of(self, value: Any, what: str) -> Template:
+        """The template of a value; raises `CaptureError` if it cannot be made again. `what` says whose it is."""
+        if type(value) is Number:
+            self.numbers.add(name_of(value))
+            return Numeric(name_of(value))
+        if isinstance(value, (torch.Tensor, torch.SymInt, torch.SymFloat, torch.SymBool)):
+            return self._tensor(value)
+        if is_plain(value):
+            return Constant(value)
+        place = self._place_of(value)
+        if place is not None:
+            return Constant(value) if place.expectation is Expectation.SAME else Existing(place.path)
+        if id(value) in self._known:
+            return self._known[id(value)]
+        self._alive.append(value)
+        template = self._known[id(value)] = self._built(value, what)
+        return template
+
+    def _tensor(self, value: Any) -> Template:
+        where = self._slot_of(value)
+        if where is not None:
+            return FromSlot(where)
+        if isinstance(value, torch.Tensor) and not _torch.is_traced(value):
+            place = self._place_of(value)
+            return Constant(value) if place is None else Existing(place.path)
+        if isinstance(value, torch.Tensor) and (base := self._base_of(value)) is not None:
+            geometry = (*value.shape, *value.stride(), value.storage_offset())
+            if all(type(number) is int for number in geometry):
+                return ViewOfSlot(base, tuple(value.shape), value.stride(), int(value.storage_offset()))
+        return Computed(self._computed(value))
+
+    def _built(self, value: Any, what: str) -> Template:
+        number = len(self._known)
+        self._known[id(value)] = Constant(value)  # in a ring of objects; replaced below
+        if isinstance(value, (tuple, frozenset)):
+            parts = tuple(self.of(part, what) for part in value)
+            return Converted(number, functools.partial(_from_parts, type(value)), parts)
+        if isinstance(value, weakref.ref):
+            return Converted(number, weakref.ref, (self.of(value(), what),))
+        if type(value) is types.MethodType:
+            return Converted(
+                number, functools.partial(types.MethodType, value.__func__), (self.of(value.__self__, what),)
+            )
+        if isinstance(value, (type, types.FunctionType, types.BuiltinFunctionType, types.ModuleType)) or not (
+            is_open(value) and type(value) not in (functools.partial, types.CellType)
+        ):
+            return self._opaque(value, what)
+        items = None
+        if isinstance(value, dict):
+            items = tuple((key, self.of(item, what)) for key, item in value.items())
+            self._refuse_keys(items, what)
+        elif isinstance(value, (list, set, collections.deque)):
+            items = tuple((index, self.of(item, what)) for index, item in enumerate(value))
+        attributes = [(name, item) for name, item in getattr(value, "__dict__", {}).items()]
+        attributes += [
+            (name, item)
+            for name in slot_names(type(value))
+            if (item := take(value, Step.ATTRIBUTE, name)) is not ABSENT
+        ]
+        return Built(
+            number,
+            _empty(value),
+            items,
+            tuple((name, self.of(item, what)) for name, item in attributes if name not in ("__dict__", "__weakref__")),
+        )
+
+    def _opaque(self, value: Any, what: str) -> Template:
+        if isinstance(value, (types.BuiltinFunctionType, types.ModuleType, type)):
+            return Constant(value)
+        if isinstance(value, np.ndarray) and value.dtype != object:
+            return Converted(len(self._known), functools.partial(np.array, value.copy()), ())
+        raise CaptureError(
+            f"{what} a {type(value).__name__} that the step has made, which cannot be made again at each call",
+            advice="Make it outside the step",
+        )
+
+    def _refuse_keys(self, items: tuple[tuple[Any, Any], ...], what: str) -> None:
+        for key, _ in items:
+            if not is_plain(key) and self._place_of(key) is None:
+                raise CaptureError(f"{what} a dict whose keys the step has computed", advice="Use names as keys")
+
+
+def _from_parts(kind: type, *parts: Any) -> Any:
+    if hasattr(kind, "_make"):
+        return kind._make(parts)  # pyright: ignore[reportAttributeAccessIssue, reportUnknownMemberType, reportUnknownVariableType]
+    return kind(parts)
+
+
+def _empty(value: Any) -> Callable[[], Any]:
+    kind = type(value)
+    if isinstance(value, collections.deque):
+        return (
+            functools.partial(collections.deque, (), value.maxlen)
+            if kind is collections.deque
+            else (
+                lambda: kind.__new__(kind)  # pyright: ignore[reportUnknownLambdaType]
+            )
+        )
+    if isinstance(value, collections.defaultdict):
+        return functools.partial(kind, value.default_factory)  # pyright: ignore[reportUnknownMemberType, reportUnknownVariableType]
+    return functools.partial(kind.__new__, kind)

@@ -1,0 +1,35 @@
+"""The guard of a step that looks at values of its batch: they are looked at again before each call."""
+
+from __future__ import annotations
+
+from wholestep.capture import Capture
+from wholestep.runtime.executable import Executable
+from wholestep.runtime.guards import Call, Check
+
+
+def question_guards(capture: Capture) -> list[Check]:
+    """Nothing for a step that asks nothing; it comes last, as it takes the types of the arguments for granted."""
+    if capture.asked is None:
+        return []
+    answers = capture.asked.answers
+    expected = tuple([answer.value for answer in answers])
+    graph = Executable(capture.asked.graph, capture.bindings, "questions")
+
+    def check(now: Call) -> str | None:
+        try:
+            found = graph.run(now.leaves)
+        except (RuntimeError, IndexError) as error:  # after another answer, later questions may make no sense
+            return f"a value that the step looks at cannot be computed any more ({str(error).splitlines()[0]})"
+        if found == expected:
+            return None
+        # NaN is not equal to itself, and takes the same branches.
+        pairs = zip(answers, found, strict=True)
+        differing = [
+            (old, new) for old, new in pairs if old.value != new and not (old.value != old.value and new != new)
+        ]
+        if not differing:
+            return None
+        answer, value = differing[0]
+        return f"the step looks at a value of its batch at {answer.where}, which was {answer.value} and is {value}"
+
+    return [check]

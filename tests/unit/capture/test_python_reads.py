@@ -1,0 +1,311 @@
+"""What a step reads from Python is read at every call: any place, any spelling, at any depth (S2)."""
+
+import argparse
+import dataclasses
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from tests.twins import Twins, World, mse_step, pair, small_world
+from tests.world_holders import HOLDERS, NUMERIC_READERS, READERS, Holder
+from tests.world_pieces import Piece
+from tests.worlds import FORMS, OPTIMIZERS, Outcome, program, run
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+import wholestep
+
+X, Y = pair()
+VALUES = ("0.5", "1.5", "1.5", "0.75", "2.0")
+KINDS = {"object": "nested namespace", "dataclass": "dataclass", "dict": "dict", "array": "array in an attribute"}
+"""A holder of each kind whose spellings are all tried by default."""
+
+
+def scaled_by(holder: Holder, reader: str, values: tuple[str, ...] = VALUES, form: str = "function") -> Outcome:
+    """Run a step that scales its loss by a value that changes between calls; raises where it is not eager's."""
+    read = reader.replace("OWNER", holder.owner).replace("AT", holder.at)
+    place = holder.piece.replaced("VALUE", values[0])
+    piece = Piece(lib=place.lib, defs=place.defs, argument=place.argument, loss=f"loss = loss * {read}").numbered(1)
+    changes = [holder.piece.replaced("VALUE", value).numbered(1).changes for value in values[1:]]
+    calls = [("", 2), *((alternatives[at % len(alternatives)], 2) for at, alternatives in enumerate(changes))]
+    return run(program([piece], calls, OPTIMIZERS[0], form), wholestep.compile)
+
+
+def spellings(kind: str) -> list[str]:
+    return list(dict.fromkeys([*READERS[kind], *NUMERIC_READERS.get(kind, ())]))
+
+
+@pytest.mark.parametrize("name", HOLDERS)
+def test_a_number_in_any_place(name: str) -> None:
+    outcome = scaled_by(HOLDERS[name], READERS[HOLDERS[name].kind][0])
+    assert not outcome.refused
+    assert outcome.captures <= 3
+
+
+NEW_SPELLINGS = {reader: kind for kind in reversed(KINDS) for reader in spellings(kind)}
+
+
+@pytest.mark.parametrize(("reader", "kind"), NEW_SPELLINGS.items())
+def test_a_number_in_any_spelling(reader: str, kind: str) -> None:
+    """Among them those without a frame of their own: `attrgetter`, `map`, `dict.items`, `asdict`, NumPy sums."""
+    outcome = scaled_by(HOLDERS[KINDS[kind]], reader, VALUES[:3])
+    assert not outcome.refused
+    assert outcome.captures <= 2
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("name", HOLDERS)
+def test_every_place_in_every_spelling(name: str, form: str) -> None:
+    for reader in spellings(HOLDERS[name].kind):
+        assert not scaled_by(HOLDERS[name], reader, form=form).refused
+
+
+class Criterion:
+    """A loss with annealed weights, as an object of its own."""
+
+    def __init__(self) -> None:
+        self.beta = 1.0
+        self.settings = SimpleNamespace(beta=1.0)
+        self.weights = [1.0]
+        self.table = {"beta": 1.0}
+
+    def __call__(self, loss: Tensor) -> Tensor:
+        return loss * self.beta
+
+    def direct(self, loss: Tensor) -> Tensor:
+        return loss * self.beta
+
+    def nested(self, loss: Tensor) -> Tensor:
+        return loss * self.settings.beta
+
+    def in_list(self, loss: Tensor) -> Tensor:
+        return loss * self.weights[0]
+
+    def in_dict(self, loss: Tensor) -> Tensor:
+        return loss * self.table["beta"]
+
+    def set(self, value: float) -> None:
+        self.beta = self.settings.beta = self.weights[0] = self.table["beta"] = value
+
+
+METHODS = ("__call__", "direct", "nested", "in_list", "in_dict")
+
+
+def with_criterion() -> World:
+    world = small_world()()
+    world.criterion = Criterion()
+    return world
+
+
+def weighted_step(scale: Callable[[Tensor], Tensor], world_model: nn.Module, optimizer: Optimizer) -> Tensor:
+    optimizer.zero_grad()
+    loss = scale((world_model(X) - Y).square().mean())
+    loss.backward()
+    optimizer.step()
+    return loss
+
+
+def anneal(twins: Twins, change: Callable[[World, float], None], *args: Any) -> None:
+    """Five steps with other values; a number that changes costs one more capture."""
+    for value in (1.0, 2.0, 0.5, 3.0, 0.25):
+        twins.change(lambda world, value=value: change(world, value))
+        twins.step(*args)
+    assert twins.num_captures <= 3
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("where", ["closure", "argument"])
+def test_a_criterion(method: str, where: str) -> None:
+    def in_closure(world: World) -> Callable[..., Tensor]:
+        criterion = world.criterion
+        return lambda model, optimizer: weighted_step(getattr(criterion, method), model, optimizer)
+
+    def as_argument(world: World) -> Callable[..., Tensor]:
+        def step(model: nn.Module, optimizer: Optimizer, criterion: Criterion) -> Tensor:
+            return weighted_step(getattr(criterion, method), model, optimizer)
+
+        return step
+
+    def call(world: World, step: Callable[..., Any]) -> Any:
+        return step(world.model, world.optimizer, *([world.criterion] if where == "argument" else []))
+
+    twins = Twins(with_criterion, make=in_closure if where == "closure" else as_argument, call=call)
+    anneal(twins, lambda world, value: world.criterion.set(value))
+
+
+class Trainer:
+    """Everything in attributes, as trainers have it."""
+
+    def __init__(self) -> None:
+        world = with_criterion()
+        self.model, self.optimizer, self.criterion = world.model, world.optimizer, world.criterion
+        self.beta = 1.0
+        self.settings = SimpleNamespace(beta=1.0, loss=SimpleNamespace(beta=1.0))
+
+    def own(self) -> Tensor:
+        return weighted_step(lambda loss: loss * self.beta, self.model, self.optimizer)
+
+    def nested(self) -> Tensor:
+        return weighted_step(lambda loss: loss * self.settings.beta, self.model, self.optimizer)
+
+    def deep(self) -> Tensor:
+        return weighted_step(lambda loss: loss * self.settings.loss.beta, self.model, self.optimizer)
+
+    def through_criterion(self) -> Tensor:
+        return weighted_step(self.criterion.direct, self.model, self.optimizer)
+
+    def set(self, value: float) -> None:
+        self.beta = self.settings.beta = self.settings.loss.beta = self.criterion.beta = value
+
+
+@pytest.mark.parametrize("method", ["own", "nested", "deep", "through_criterion"])
+def test_a_trainer(method: str) -> None:
+    twins = Twins(
+        lambda: World(trainer=Trainer()),
+        make=lambda world: getattr(world.trainer, method),
+        call=lambda world, step: step(),
+    )
+    anneal(twins, lambda world, value: world.trainer.set(value))
+
+
+@dataclasses.dataclass
+class Options:
+    beta: float = 1.0
+
+
+MADE_ANEW: dict[str, Callable[[float], Any]] = {
+    "SimpleNamespace": lambda value: SimpleNamespace(beta=value),
+    "argparse.Namespace": lambda value: argparse.Namespace(beta=value),
+    "dataclass": Options,
+    "in a dict": lambda value: {"options": Options(value)},
+    "in a list": lambda value: [Options(value)],
+}
+
+
+def step_with_options(model: nn.Module, optimizer: Optimizer, options: Any) -> Tensor:
+    options = options["options"] if isinstance(options, dict) else options
+    options = options[0] if isinstance(options, list) else options
+    return weighted_step(lambda loss: loss * options.beta, model, optimizer)
+
+
+@pytest.mark.parametrize("kind", MADE_ANEW)
+def test_an_argument_made_anew_for_each_call(kind: str) -> None:
+    twins = Twins(small_world(), step_with_options)
+    for _ in range(3):
+        twins.step(MADE_ANEW[kind](1.0))
+    assert twins.num_captures == 1  # equal values are the same step, whoever holds them
+    for value in (2.0, 0.5, 3.0):
+        twins.step(MADE_ANEW[kind](value))
+    assert twins.num_captures <= 3
+
+
+def test_an_object_born_in_the_call_is_not_a_guard() -> None:
+    def step(model: nn.Module, optimizer: Optimizer, features: Tensor, targets: Tensor) -> Tensor:
+        local = SimpleNamespace(seen=[], scale=2.0)
+        local.seen.append(features.shape[0])
+        return mse_step(model, optimizer, features, targets * local.scale + len(local.seen))
+
+    twins = Twins(small_world(), step)
+    twins.steps(4, X, Y)
+    assert twins.num_captures == 1
+
+
+def read_world(read: Callable[[Any, Tensor], Tensor]) -> Callable[[World], Callable[..., Tensor]]:
+    """A step that hands the world's `state` and its loss to a function."""
+
+    def make(world: World) -> Callable[..., Tensor]:
+        state = world.state
+        return lambda model, optimizer: weighted_step(lambda loss: read(state, loss), model, optimizer)
+
+    return make
+
+
+def with_state(**attributes: Any) -> Callable[[], World]:
+    def build() -> World:
+        world = small_world()()
+        world.state = SimpleNamespace(**{name: make() for name, make in attributes.items()})
+        return world
+
+    return build
+
+
+def call_with_model(world: World, step: Callable[..., Any]) -> Any:
+    return step(world.model, world.optimizer)
+
+
+def put(**values: Any) -> Callable[[Any], None]:
+    return lambda state: vars(state).update(values)
+
+
+# What is kept at first, how the step reads it, and how it changes.
+CONTAINERS: dict[str, tuple[Callable[[], Any], Callable[[Any, Tensor], Any], Callable[[Any], Any]]] = {
+    "length of a list": (list, lambda s, loss: loss * (1 + len(s.kept)), lambda s: s.kept.append(1.0)),
+    "truth of a list": (list, lambda s, loss: loss * 2 if s.kept else loss, lambda s: s.kept.append(1.0)),
+    "sum of a list": (list, lambda s, loss: loss * (1 + sum(s.kept)), lambda s: s.kept.append(0.5)),
+    "loop over a list": (lambda: [1.0], lambda s, loss: sum(loss * w for w in s.kept), lambda s: s.kept.append(0.5)),
+    "member of a set": (set, lambda s, loss: loss * 2 if "x" in s.kept else loss, lambda s: s.kept.add("x")),
+    "key of a dict": (dict, lambda s, loss: loss * s.kept.get("w", 3.0), lambda s: s.kept.update(w=2.0)),
+    "values of a dict": (dict, lambda s, loss: loss * (1 + sum(s.kept.values())), lambda s: s.kept.update(w=2)),
+    "order of a dict": (
+        lambda: {"a": 2.0, "b": 3.0},
+        lambda s, loss: loss * next(iter(s.kept.values())),
+        put(kept={"b": 3.0, "a": 2.0}),
+    ),
+    "None": (lambda: None, lambda s, loss: loss if s.kept is None else loss * s.kept, put(kept=2.0)),
+    "a flag": (lambda: False, lambda s, loss: loss * 2 if s.kept else loss, put(kept=True)),
+    "a type": (lambda: 1, lambda s, loss: loss * (2 if isinstance(s.kept, int) else 3), put(kept=1.0)),
+    "hasattr": (int, lambda s, loss: loss * 2 if hasattr(s, "extra") else loss, put(extra=1)),
+    "a function": (lambda: torch.tanh, lambda s, loss: s.kept(loss), put(kept=torch.sigmoid)),
+    "a tensor's shape": (lambda: torch.ones(2), lambda s, loss: loss * s.kept.shape[0], put(kept=torch.ones(3))),
+    "a tensor": (lambda: torch.ones(()), lambda s, loss: loss * s.kept, put(kept=torch.full((), 2.0))),
+    "a tensor in a list": (lambda: [torch.ones(())], lambda s, loss: loss * s.kept[0], put(kept=[torch.full((), 2.0)])),
+}
+
+
+@pytest.mark.parametrize("kind", CONTAINERS)
+def test_what_is_not_a_number(kind: str) -> None:
+    start, read, change = CONTAINERS[kind]
+    twins = Twins(with_state(kept=start), make=read_world(read), call=call_with_model)
+    twins.steps(2)
+    assert twins.num_captures == 1
+    twins.change(lambda world: change(world.state))
+    twins.steps(2)
+    assert twins.num_captures <= 2
+
+
+def test_a_word_that_alternates_is_two_captures() -> None:
+    def read(state: Any, loss: Tensor) -> Tensor:
+        return loss * 2 if state.mode == "warmup" else loss.square()
+
+    twins = Twins(with_state(mode=lambda: "warmup"), make=read_world(read), call=call_with_model)
+    for number in range(8):
+        twins.change(lambda world, number=number: setattr(world.state, "mode", ("warmup", "train")[number % 2]))
+        twins.step()
+    assert twins.num_captures <= 2
+
+
+def test_a_branch_on_a_number_is_a_capture_for_each_side() -> None:
+    def read(state: Any, loss: Tensor) -> Tensor:
+        return loss * 2 if state.epoch < 10 else loss.square()
+
+    twins = Twins(with_state(epoch=lambda: 0), make=read_world(read), call=call_with_model)
+    for epoch in range(20):
+        twins.change(lambda world, epoch=epoch: setattr(world.state, "epoch", epoch))
+        twins.step()
+    # The first value is captured as a constant; then one for each side of the branch.
+    assert twins.num_captures <= 3
+
+
+def test_an_array_changed_in_place() -> None:
+    def read(state: Any, loss: Tensor) -> Tensor:
+        return loss * torch.from_numpy(state.weights).sum() + float(state.weights.max())
+
+    twins = Twins(with_state(weights=lambda: np.ones(3)), make=read_world(read), call=call_with_model)
+    twins.step()
+    for value in (2.0, 3.0):
+        twins.change(lambda world, value=value: world.state.weights.fill(value))
+        twins.step()
