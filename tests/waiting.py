@@ -9,14 +9,15 @@ from typing import Any
 
 import torch
 from tests.parity import differences, snapshot
+from tests.raw_memory import raw_memory
 from tests.twins import named_values
 from torch import Tensor, nn
 from torch.optim import SGD, AdamW, Optimizer
 
 import wholestep
-from wholestep import _torch
+from wholestep import _waiting_torch
 from wholestep.runtime import pending
-from wholestep.runtime.pending import GuardedParameter, GuardedTensor
+from wholestep.runtime.held import GuardedParameter, GuardedTensor, HeldParameters
 
 X = torch.randn(6, 4, generator=torch.Generator().manual_seed(0))
 WORDS = torch.tensor([0, 1, 2, 3, 4, 0])
@@ -58,8 +59,8 @@ class Side:
         self.model = Net()
         self.optimizer = make(self.model.parameters())
         self.step = step
-        # The parameters' memory: looking at it applies nothing.
-        self.memory = [parameter.detach() for parameter in self.model.parameters()]
+        self.parameters = list(self.model.parameters())
+        self.memory = [raw_memory(parameter) for parameter in self.parameters]
 
 
 class Pair:
@@ -99,12 +100,20 @@ class Pair:
 def is_pending(side: Side) -> bool:
     """Whether guards are on: all of them, or none."""
     tensors = [value for state in side.optimizer.state.values() for value in state.values() if torch.is_tensor(value)]
-    kinds = {type(value) for value in (*side.model.parameters(), *tensors)}
-    hooks = _torch.num_hooks(side.optimizer)
+    kinds = {type(value) for value in (*side.parameters, *tensors)}
+    marks = {_waiting_torch.is_marked(value) for value in (*side.parameters, *tensors)}
+    owns = {type(vars(module)["_parameters"]) for module in side.model.modules() if vars(module)["_parameters"]}
     if kinds <= {GuardedParameter, GuardedTensor}:
-        assert any(hooks)
+        assert marks == {True}
+        assert owns == {HeldParameters}
         return True
     assert kinds <= {nn.Parameter, Tensor}
-    assert not any(hooks)
-    assert pending._guarding == []  # pyright: ignore[reportPrivateUsage]
+    assert marks == {False}
+    assert owns == {dict}
+    assert not is_anything_waiting()
     return False
+
+
+def is_anything_waiting() -> bool:
+    """Whether anything in this process waits."""
+    return bool(pending._waiting)  # pyright: ignore[reportPrivateUsage]

@@ -97,6 +97,10 @@ def outside_modes() -> Generator[None]:
         yield
 
 
+# What `torch.no_grad()` calls, in one opcode: Python may be interrupted inside of that, and the mode stays.
+set_grad_enabled: Callable[[bool], None] = torch._C._set_grad_enabled
+
+
 def is_faking() -> bool:
     """Whether ops make fake tensors just now."""
     return active_fake_mode() is not None

@@ -163,8 +163,8 @@ def compile(
         dynamic_batch: `"auto"` captures the first batch size as it is and switches to a symbolic one when another size
             comes along; `True` is symbolic from the start; `False` captures every size apart.
         verify: check the first N steps against eager; raises `VerificationError` naming what differs.
-        max_iters: how many steps there will be: the last one leaves nothing pending. `step(..., last=True)` says the
-            same of a single call.
+        max_iters: how many steps there will be, of an epoch, say: the last one leaves nothing pending, the next one
+            begins to count again. `step(..., last=True)` says the same of a single call.
         passes: the pass pipeline, as text (`"simplify,cse,reinplace"`) or as a `Pipeline`; `""` runs the graph as
             captured. The passes of `data_parallel` and `cross_iteration` come before `reinplace`.
 

@@ -43,7 +43,10 @@ class SettingsError(WholestepError):
 
 
 class RankError(WholestepError):
-    """Ranks disagree about the step, or one of them failed; every rank raises, no gradient has been communicated."""
+    """Ranks disagree about the step, or one of them failed: every rank raises, no gradient has been communicated.
+
+    Or a peer was lost while gradients were on their way: each read of what they would have changed raises.
+    """
 
 
 class ScheduleError(WholestepError):

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from tests.distributed.ranks import run_ranks
 from tests.distributed.trainings import Training
 from tests.parity import RandomStream, differences, named_leaves, snapshot
+from tests.raw_memory import raw_memory
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
@@ -144,7 +145,7 @@ class Trainer:
         self.training = training
         self.rank = dist.get_rank() if dist.is_initialized() else 0
         self.model, self.optimizer = training.build(self.rank)
-        self.aliases = {name: parameter.data for name, parameter in self.model.named_parameters()}
+        self.aliases = {name: raw_memory(parameter) for name, parameter in self.model.named_parameters()}
         self.train_step = training.train_step()
         self._make_side = make_side
         self._side = make_side(self.train_step, self.model, training)

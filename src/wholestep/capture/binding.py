@@ -98,20 +98,6 @@ class Argument:
 
 
 @dataclass(frozen=True, eq=False)
-class Carried:
-    """A value that one call leaves for the next."""
-
-    carries: dict[str, Any]
-    key: str
-
-    def read(self, leaves: list[Any]) -> Any:
-        return self.carries[self.key]
-
-    def write(self, value: Any, leaves: list[Any]) -> None:
-        self.carries[self.key] = value
-
-
-@dataclass(frozen=True, eq=False)
 class NumberOf:
     """A Python number of this call, computed before the graph runs (see `capture.record.program`)."""
 
@@ -134,6 +120,6 @@ class AtPlace:
 
 
 Binding = (
-    FixedTensor | BufferOf | StateOf | GradOf | GradOfArgument | LearningRate | Argument | Carried | NumberOf | AtPlace
+    FixedTensor | BufferOf | StateOf | GradOf | GradOfArgument | LearningRate | Argument | NumberOf | AtPlace
 )
-Rebindable = StateOf | GradOf | GradOfArgument | Carried
+Rebindable = StateOf | GradOf | GradOfArgument

@@ -7,7 +7,7 @@ from wholestep.lower.masks import Masks
 from wholestep.lower.module import lower_module
 from wholestep.lower.region import Region
 from wholestep.lower.regions import Break, Division, divide
-from wholestep.lower.write import WriteRegions
+from wholestep.lower.write import WriteRegions, memory_of
 
 __all__ = [
     "Break",
@@ -20,6 +20,7 @@ __all__ = [
     "divide",
     "dump_regions",
     "lower_module",
+    "memory_of",
     "prepare_regions",
     "regions_of",
 ]

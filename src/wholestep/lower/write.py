@@ -43,7 +43,7 @@ class WriteRegions(Pass):
         position = {node: index for index, node in enumerate(calls)}
         looks: dict[fx.Node, list[int]] = {}
         for node in calls:
-            for memory in {_memory_of(source) for source in node.all_input_nodes}:
+            for memory in {memory_of(source) for source in node.all_input_nodes}:
                 looks.setdefault(memory, []).append(position[node])
         for node in calls:
             if isinstance(node.target, Region):
@@ -58,7 +58,7 @@ class WriteRegions(Pass):
         return graph
 
 
-def _memory_of(node: fx.Node) -> fx.Node:
+def memory_of(node: fx.Node) -> fx.Node:
     """The node whose memory a value lies in: views and results of in-place ops lie in that of an argument."""
     source = node.args[0] if node.target is operator.getitem else node
     if not isinstance(source, fx.Node) or not ops.is_op(source):
@@ -66,7 +66,7 @@ def _memory_of(node: fx.Node) -> fx.Node:
     written = ops.written_arguments(source.target)
     first = source.args[written[0] if written else 0] if source.args else None
     if isinstance(first, fx.Node) and (written or ops.shares_memory(source.target)):
-        return _memory_of(first)
+        return memory_of(first)
     return node
 
 
@@ -88,7 +88,7 @@ def _copy_of(item: fx.Node) -> fx.Node | None:
 def _is_given_once(call: fx.Node, slot: fx.Node) -> bool:
     """Whether a region gets a slot itself, and not through a view besides."""
     inputs: Any = call.args[0]
-    return [node for node in inputs if _memory_of(node) is slot] == [slot]
+    return [node for node in inputs if memory_of(node) is slot] == [slot]
 
 
 def _take_in(graph: StepGraph, call: fx.Node, copies: list[fx.Node]) -> None:

@@ -324,7 +324,7 @@ def _write_updates(graph: StepGraph, memory: _Memory, made_by: dict[str, fx.Node
         last = memory.last_read.get(memory.root(slot), -1)
         reader = next((node for node in reversed(original[: last + 1]) if node in index_of), slot)
         after = max(value, reader, made_by.get(slot_id, value), key=index_of.__getitem__)
-        graph.insert(aten.copy_.default, (slot, value), like=value, after=_behind_items(after))
+        graph.insert(aten.copy_.default, (slot, value), like=made_by.get(slot_id, value), after=_behind_items(after))
 
 
 def _same_place(value: fx.Node, slot: fx.Node) -> bool:

@@ -7,6 +7,7 @@ operator, that binding (half the price of calling through `torch.ops`). A value 
 
 from __future__ import annotations
 
+import functools
 import itertools
 import linecache
 import operator
@@ -20,12 +21,14 @@ from wholestep import _torch
 from wholestep.capture.layouts import dense_strides, memory_order
 from wholestep.graph import StepGraph, map_nodes, ops
 from wholestep.runtime.collectives import Collective
+from wholestep.runtime.journal import GONE, Journal, Places, at_once, returns_nothing, writes
 
-Step = Callable[[list[Any]], tuple[tuple[Any, ...], tuple[Any, ...], tuple[Any, ...]]]
+Step = Callable[..., tuple[tuple[Any, ...], tuple[Any, ...], tuple[Any, ...]]]
 
 _numbers = itertools.count()
 # No node is called so.
 _GIVEN_AWAY = "__arguments__"
+_JOURNAL, _GIVEN, _DONE, _TODO = "__journal__", "__given__", "__done__", "__todo__"
 _known_bindings: dict[tuple[Any, ...], Callable[..., Any]] = {}
 
 
@@ -33,14 +36,16 @@ def generate(
     graph: StepGraph,
     restride: Mapping[str, tuple[int, ...]] | None = None,
     after: Mapping[str, Callable[[], None]] | None = None,
+    places: Places | None = None,
 ) -> Step:
     """Compile a graph to `step(inputs) -> (outputs, updates, results)`.
 
     `inputs` is a list in slot order, which is emptied; updates and results come in the order of the graph's dicts.
     `restride` names values whose memory is to be laid out anew (see `run_checked`), `after` names ops behind which
-    something is to be called.
+    something is to be called. With `places` it is `step(inputs, journal)`: inputs that have a place are not in the
+    list, but in the journal, and ops that have one note there that they have run.
     """
-    writer = _Writer(graph, restride or {}, after or {})
+    writer = _Writer(graph, restride or {}, after or {}, places)
     source = writer.source()
     filename = f"<wholestep step {next(_numbers)}>"
     linecache.cache[filename] = (len(source), None, source.splitlines(keepends=True), filename)
@@ -52,39 +57,86 @@ class _Writer:
     """Collects the text of the function and the globals it needs."""
 
     def __init__(
-        self, graph: StepGraph, restride: Mapping[str, tuple[int, ...]], after: Mapping[str, Callable[[], None]]
+        self,
+        graph: StepGraph,
+        restride: Mapping[str, tuple[int, ...]],
+        after: Mapping[str, Callable[[], None]],
+        places: Places | None,
     ) -> None:
         self.graph = graph
         self.restride = restride
         self.after = after
+        self.places = Places({}, {}, frozenset()) if places is None else places
+        self.is_journaled = places is not None
         self.names: dict[str, Any] = {"inf": float("inf"), "nan": float("nan")}
         self._global_of: dict[Any, str] = {}
 
     def source(self) -> str:
         nodes = self.graph.nodes
-        inputs = [node.name for node in nodes if node.op == "placeholder"]
+        inputs = [node.name for node in nodes if node.op == "placeholder" and node.name not in self.places.given]
         dead_after = _dead_after(nodes)
-        lines = ["def step(inputs):"]
+        lines = [f"def step(inputs, {_JOURNAL}):" if self.is_journaled else "def step(inputs):"]
+        if self.is_journaled:
+            lines.append(f"    {_GIVEN}, {_DONE} = {_JOURNAL}.given, {_JOURNAL}.done")
         if inputs:
             lines.append(f"    [{', '.join(inputs)}] = inputs")
             lines.append("    inputs.clear()")
         for node in nodes:
             if node.op == "call_function":
                 dead = dead_after[node]
+                if node.name in self.places.done:
+                    lines += [f"    {line}" for line in self._noted(node)]
+                    lines += self._dropped(dead)
+                    lines += self._call_after(node)
+                    continue
                 if empties_arguments(node):
                     lines.append(f"    {_GIVEN_AWAY} = {self._text(node.args[0])}")
-                    given = [name for name in dead if name != node.name]
-                    lines += [f"    del {', '.join(given)}"] if given else []
+                    lines += self._dropped([name for name in dead if name != node.name])
                     dead = [name for name in dead if name == node.name]
                 lines.append(f"    {self._statement(node)}")
                 if node.name in self.restride:
                     lines.append(f"    {node.name} = {self._laid_out(node)}")
-                lines += [f"    del {', '.join(dead)}"] if dead else []
-                if node.name in self.after:
-                    lines.append(f"    {self._global(self.after[node.name], 'applied')}()")
+                lines += self._dropped(dead)
+                lines += self._call_after(node)
         returned = (self.graph.outputs, tuple(self.graph.updates.values()), tuple(self.graph.results.values()))
         lines.append(f"    return {self._text(returned)}")
         return "\n".join(lines) + "\n"
+
+    def _call_after(self, node: fx.Node) -> list[str]:
+        function = self.after.get(node.name)
+        return [] if function is None else [f"    {self._global(function, 'mark')}()"]
+
+    def _dropped(self, names: list[str]) -> list[str]:
+        """Let go of values: those in the journal make room for a mark."""
+        own = [name for name in names if name not in self.places.given and name not in self.places.done]
+        lines = [f"    del {', '.join(own)}"] if own else []
+        return [*lines, *(f"    {self._place(name)} = {GONE!r}" for name in names if name not in own)]
+
+    def _place(self, name: str) -> str:
+        if name in self.places.given:
+            return f"{_GIVEN}[{self.places.given[name]}]"
+        return f"{_DONE}[{self.places.done[name]}]"
+
+    def _noted(self, node: fx.Node) -> list[str]:
+        """An op of the call before: it runs unless that has been noted, and notes it in one opcode (see `journal`)."""
+        index = self.places.done[node.name]
+        if node.target is operator.getitem:
+            function, arguments = self._global(operator.getitem, "getitem"), list(node.args)
+        else:
+            stem = _torch.packet_name(node.target) if ops.is_op(node) else getattr(node.target, "__name__", "call")
+            called = at_once(node, best_binding(self.graph, node))
+            called = LaidOut(called, node, self.restride[node.name]) if node.name in self.restride else called
+            function, arguments = self._global(called, stem), list(node.args)
+        if index in self.places.waits:
+            return [f"{_JOURNAL}.wait({index}, {function}, {self._text(arguments[0])})"]
+        if node.kwargs:
+            named = ", ".join(f"{name}={self._text(value)}" for name, value in node.kwargs.items())
+            function = f"{self._global(functools.partial, 'partial')}({function}, {named})"
+        todo = f"{self._global(itertools.starmap, 'starmap')}({function}, ({self._text(tuple(arguments))},))"
+        if returns_nothing(node):
+            todo = f"{self._global(zip, 'zip')}({todo})"
+        lines = [f"{_TODO} = {todo}", f"if {_DONE}[{index}] is None: {_DONE}[{index}:{index + 1}] = {_TODO}"]
+        return [*lines, f"{_TODO} = None"] if node.kwargs else lines  # which hold values
 
     def _statement(self, node: fx.Node) -> str:
         if node.target is operator.getitem:
@@ -106,7 +158,8 @@ class _Writer:
 
     def _text(self, value: Any) -> str:
         if isinstance(value, fx.Node):
-            return value.name
+            has_place = value.name in self.places.given or value.name in self.places.done
+            return self._place(value.name) if has_place else value.name
         if isinstance(value, list):
             return f"[{', '.join(self._text(item) for item in value)}]"
         if isinstance(value, tuple):
@@ -141,41 +194,128 @@ def _dead_after(nodes: list[fx.Node]) -> dict[fx.Node, list[str]]:
 
 
 def run_checked(
-    graph: StepGraph, inputs: list[Any], after: Mapping[str, Callable[[], None]] | None = None
+    graph: StepGraph,
+    inputs: list[Any],
+    after: Mapping[str, Callable[[], None]] | None = None,
+    places: Places | None = None,
+    journal: Journal | None = None,
 ) -> tuple[Any, dict[str, tuple[int, ...]]]:
     """Run a graph op by op and hold each result against its fake value; returns what `step` would, and corrections.
 
     A few kernels lay out their result otherwise than torch's fake kernels say, and the graph was traced (which reshape
     is a view, which gradient needs a copy) for the latter. Such a result is brought into the layout that was promised,
-    here and, given to `generate`, from then on.
+    here and, given to `generate`, from then on. With `places`, values of the call before are those of `journal`.
     """
-    corrections: dict[str, tuple[int, ...]] = {}
-    values: dict[str, Any] = {}
-    nodes = graph.nodes
-    dead_after = _dead_after(nodes)
-    for node in nodes:
-        if node.op == "placeholder":
-            values[node.name] = inputs[len(values)]
-        elif node.op == "call_function":
-            if len(values) >= len(inputs) and inputs:
-                inputs.clear()
-            args, kwargs = map_nodes((node.args, node.kwargs), lambda source: values[source.name])
-            if empties_arguments(node):
-                args = ([*args[0]],)  # a list of FX's own kind cannot be emptied
-                values.update(dict.fromkeys(dead_after[node]))
-            result = best_binding(graph, node)(*args, **kwargs)
-            promised = _promised_strides(node, result)
-            if promised is not None:
-                corrections[node.name] = promised
-                result = with_strides(result, promised)
-            values[node.name] = result
-            del args, kwargs, result
-            for name in dead_after[node]:
-                del values[name]
-            if after is not None and node.name in after:
-                after[node.name]()
+    run = _CheckedRun(graph, inputs, places, journal)
+    dead_after = _dead_after(graph.nodes)
+    for node in graph.nodes:
+        if node.op != "call_function":
+            continue
+        if places is not None and node.name in places.done:
+            run.note(node)
+            dead = dead_after[node]
+        else:
+            dead = run.call(node, dead_after[node])
+        run.drop(dead)
+        if after is not None and node.name in after:
+            after[node.name]()
     returned = (graph.outputs, tuple(graph.updates.values()), tuple(graph.results.values()))
-    return map_nodes(returned, lambda source: values[source.name]), corrections
+    return map_nodes(returned, run.value), run.corrections
+
+
+def finish_journal(graph: StepGraph, places: Places, journal: Journal) -> None:
+    """Run what a graph has left undone of the call before, and nothing else."""
+    run = _CheckedRun(graph, [], places, journal)
+    for node in graph.calls():
+        if node.name in places.done and journal.done[places.done[node.name]] is None:
+            run.note(node)
+
+
+class _CheckedRun:
+    """Values of a graph that runs op by op."""
+
+    def __init__(self, graph: StepGraph, inputs: list[Any], places: Places | None, journal: Journal | None) -> None:
+        self.corrections: dict[str, tuple[int, ...]] = {}
+        self._graph = graph
+        self._places = Places({}, {}, frozenset()) if places is None else places
+        self._journal = Journal(self._places, []) if journal is None else journal
+        names = [node.name for node in graph.placeholders().values() if node.name not in self._places.given]
+        self._values = dict(zip(names, inputs, strict=True)) if inputs else {}
+        inputs.clear()
+
+    def value(self, node: fx.Node) -> Any:
+        if node.name in self._places.given:
+            return self._journal.given[self._places.given[node.name]]
+        if node.name in self._places.done:
+            return self._journal.done[self._places.done[node.name]]
+        return self._values[node.name]
+
+    def drop(self, names: list[str]) -> None:
+        """Let go of values, as generated code does."""
+        for name in names:
+            if name in self._places.given:
+                self._journal.given[self._places.given[name]] = GONE
+            elif name in self._places.done:
+                self._journal.done[self._places.done[name]] = GONE
+            else:
+                del self._values[name]
+
+    def call(self, node: fx.Node, dead: list[str]) -> list[str]:
+        """Run an op; returns which of the values that are dead then are still there."""
+        args, kwargs = map_nodes((node.args, node.kwargs), self.value)
+        if empties_arguments(node):
+            args = ([*args[0]],)  # a list of FX's own kind cannot be emptied
+            self.drop([name for name in dead if name != node.name])
+            dead = [name for name in dead if name == node.name]
+        self._values[node.name] = LaidOut(best_binding(self._graph, node), node, None, self.corrections)(
+            *args, **kwargs
+        )
+        return dead
+
+    def note(self, node: fx.Node) -> None:
+        """Run an op of the call before, unless that has been noted."""
+        index = self._places.done[node.name]
+        args, kwargs = map_nodes((node.args, node.kwargs), self.value)
+        function = at_once(node, best_binding(self._graph, node))
+        if index in self._places.waits:
+            self._journal.wait(index, function, args[0])
+        elif returns_nothing(node):
+            self._journal.run_for_effect(index, function, args, kwargs)
+        else:
+            checked = function if writes(node) else LaidOut(function, node, None, self.corrections)
+            args = ([*args[0]],) if empties_arguments(node) else args
+            self._journal.run(index, checked, args, kwargs)
+
+
+class LaidOut:
+    """A function whose result is brought into the layout that its node promises, if it has another one.
+
+    Either `strides` says which ones are to be corrected, or each result is looked at and `corrections` are noted.
+    """
+
+    def __init__(
+        self,
+        function: Callable[..., Any],
+        node: fx.Node,
+        strides: tuple[int, ...] | None,
+        corrections: dict[str, tuple[int, ...]] | None = None,
+    ) -> None:
+        self._function = function
+        self._node = node
+        self._strides = strides
+        self._corrections = corrections
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        result = self._function(*args, **kwargs)
+        if self._corrections is None:
+            fake = self._node.meta["val"]
+            fixed = _has_fixed_strides(fake)
+            return with_strides(result, self._strides) if fixed else with_order(result, memory_order(fake.stride()))  # pyright: ignore[reportArgumentType]
+        promised = _promised_strides(self._node, result)
+        if promised is None:
+            return result
+        self._corrections[self._node.name] = promised
+        return with_strides(result, promised)
 
 
 def with_strides(tensor: torch.Tensor, strides: tuple[int, ...]) -> torch.Tensor:

@@ -44,7 +44,7 @@ def checked_run(
         world.restore()
         chosen.compute_numbers(call)
         result = chosen.run(call)
-        chosen.rotation.pending.flush()
+        chosen.rotation.pending.settle()
         found = observe(capture, call, result, outside)
         differences = compare(expected, found)
         # With several ranks all would have to look closer, or none.

@@ -1,165 +1,271 @@
 """Work that a step has left for its next call, and the promise that nobody sees the world without it.
 
-While updates are pending, the parameters and optimizer state they will change are *guarded*: their Python class is one
-whose `__torch_function__` applies what is pending before it lets any torch function see the tensor. Whoever looks
-(evaluation, `state_dict`, a checkpoint, a held reference, `p.grad`) finds applied updates; whoever does not look does
-not pay. The next call of the step takes the guards off and applies the updates where they are hidden best.
+    nothing waits   --leave-->   left   --begin-->   begun   --settle, or the end of the call-->   nothing waits
+
+*Left* is what a call has computed for the next one; *begun*, that a graph is applying it, or was when it was left by
+an interrupt, an error or a dead peer. From `leave` on, the tensors that will change are held (`held`): whoever reads
+one, in Python or in C++, from any thread or from a signal handler, has the work brought to its end first (`settle`),
+by a journal that knows how far it has come. They stay held from call to call; the graphs work on the memory behind
+them. If the work cannot be brought to its end, they stay held, and each reader is told which update is missing.
+
+Each change of state is one assignment. Before it, everything that the new state promises has been done; what remains
+to be done afterwards is done again by whoever comes next, as all of it can be done twice.
 """
 
 from __future__ import annotations
 
 import atexit
-import copy
 import logging
+import os
+import threading
+import weakref
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
-from torch.optim import Optimizer
 
+from wholestep import _waiting_torch
 from wholestep.capture import source
+from wholestep.errors import RankError, WholestepError
+from wholestep.runtime.executable import Executable
+from wholestep.runtime.held import Held, HeldParameters, Owners, give_back, hold, when_looked_at
+from wholestep.runtime.journal import Journal
 
 logger = logging.getLogger(__name__)
 
 _TOO_OFTEN = 8
+# For how many calls nothing waits if somebody looked too often.
+_LEFT_OUT = 32
+# How long a fork waits for another thread that runs a step; in the child that step will never end.
+_FORK_WAITS_S = 60.0
 
-_guarding: list[Pending] = []
-
-
-def flush_all(*, but: Pending | None = None) -> None:
-    """Apply everything that is pending in this process, except one."""
-    for pending in list(_guarding):
-        if pending is not but:
-            pending.flush()
-
-
-def _apply_and_call(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> Any:
-    for pending in list(_guarding):
-        pending.note_interruption(func)
-        pending.flush()
-    return func(*args, **(kwargs or {}))
+# Those that hold tensors.
+_waiting: list[Pending] = []
+# All there are.
+_known: weakref.WeakSet[Pending] = weakref.WeakSet()
 
 
-class GuardedParameter(nn.Parameter):
-    """A parameter with a pending update; touching it applies the update and makes it an `nn.Parameter` again.
+@dataclass(frozen=True)
+class _Left:
+    """Values for the graph that applies them, by slot id, and the number of the call that computed them."""
 
-    `nn.Parameter` copies and pickles itself by its type, in Python, without asking any torch function first.
+    number: int
+    carries: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class _Begun:
+    """A graph that applies what was left, and how far it has come."""
+
+    number: int
+    executable: Executable
+    journal: Journal
+
+
+@dataclass(frozen=True)
+class _Lost:
+    """What nobody can apply any more, and why."""
+
+    message: str
+
+
+@dataclass(frozen=True)
+class Targets:
+    """What waiting updates of a step change or look at: reads the tensors by slot id.
+
+    `gradients` are the slots of parameters whose gradient comes with the update, `versioned` those whose version an
+    update in eager counts up, `modules` those that own parameters.
     """
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        flush_all()
-        return copy.deepcopy(self, memo)
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        flush_all()
-        return self.__reduce_ex__(protocol)
-
-    @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
-        return _apply_and_call(func, args, kwargs)
-
-
-class GuardedTensor(torch.Tensor):
-    """Optimizer state, or a buffer, with a pending update."""
-
-    @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
-        return _apply_and_call(func, args, kwargs)
+    read: Callable[[], dict[str, torch.Tensor]]
+    gradients: frozenset[str]
+    versioned: frozenset[str]
+    modules: Sequence[nn.Module]
 
 
 class Pending:
-    """What one graph has left for its next call.
+    """What one graph has left for its next call. `flush` is the graph that applies it at any other time.
 
-    `carries` are the values carried over, by slot id. `apply` is given the numbers of the blocks still to be applied,
-    runs them and writes their results; `tensors` lists what they change or look at. `modules` are those that ask for
-    the types of their parameters before they use one: what is pending is applied when they are called.
+    Whoever runs the step or applies what waits does so in their `turn`; `runner` is the thread that runs the step.
     """
 
-    def __init__(
-        self,
-        name: str,
-        blocks: frozenset[int],
-        carried_by: dict[str, frozenset[int]],
-        apply: Callable[[frozenset[int]], None],
-        tensors: Callable[[], list[torch.Tensor]],
-        optimizers: Sequence[Optimizer],
-        modules: Sequence[nn.Module],
-    ) -> None:
+    def __init__(self, name: str, targets: Targets, flush: Executable | None) -> None:
         self.name = name
-        self.carries: dict[str, Any] = {}
-        self._all_blocks = blocks
-        self._blocks: frozenset[int] = frozenset()
-        self._carried_by = carried_by
-        self._apply = apply
-        self._tensors = tensors
-        self._optimizers = optimizers
-        self._modules = modules
-        self._guarded: list[tuple[torch.Tensor, type]] = []
-        self._handles: list[Any] = []
+        self.turn = threading.RLock()
+        self._targets = targets
+        self._flush = flush
+        self._work: _Left | _Begun | _Lost | None = None
+        self._held: dict[str, Held] = {}
+        self._tensors: list[Held] = []
+        self._expecting: list[Held] = []
+        self._modules: list[HeldParameters] = []
+        self._is_holding = False
+        self._readers: list[int] = []
+        self.runner: int | None = None
+        self._is_locked_for_fork = False
+        self._owners = Owners()
+        self._num_refusals = 0
+        self._num_left_out = 0
         self._num_interruptions = 0
-        self._is_applying = False
+        _known.add(self)
 
     @property
     def is_waiting(self) -> bool:
         """Whether something is yet to be applied."""
-        return bool(self._blocks)
+        return self._work is not None
 
-    def guard(self) -> None:
-        """A call has left its carries here: from now on whoever looks at their targets has them applied first."""
-        self._blocks = self._all_blocks
-        self.watch()
+    @property
+    def can_begin(self) -> bool:
+        """Whether there is work that nobody has begun: the next graph may take it along."""
+        return isinstance(self._work, _Left)
 
-    def watch(self) -> None:
-        """Put the guards (back) on, if something is pending."""
-        if not self._blocks or self in _guarding:
+    @property
+    def is_wanted(self) -> bool:
+        """Whether another thread waits for the end of the call that runs, to read what it leaves."""
+        me = threading.get_ident()
+        return any(reader != me for reader in self._readers)
+
+    @property
+    def carries(self) -> dict[str, Any]:
+        """Values that are kept for the next call; the dict is emptied when it takes them."""
+        work = self._work
+        return work.carries if isinstance(work, _Left) else {}
+
+    def begin(self, executable: Executable) -> Journal | None:
+        """A graph is about to apply what was left: from now on the journal knows. None if nothing was."""
+        work = self._work
+        if not isinstance(work, _Left):
+            return None
+        carries = dict(work.carries)
+        # A signal handler may look at any time, and begin itself; not between these two lines, nor those below.
+        if self._work is not work:
+            return None
+        reals = {slot_id: held.tensor if held.real is None else held.real for slot_id, held in self._held.items()}
+        begun = _Begun(work.number, executable, executable.begin(carries | reals))
+        del carries
+        if self._work is work:
+            self._work = begun
+            work.carries.clear()
+            return begun.journal
+        return None
+
+    def leave(self, carries: dict[str, Any], number: int) -> None:
+        """A call has applied all work before it, and leaves this."""
+        left = _Left(number, carries)
+        while self._work is not left:
+            if not self._is_holding:
+                self._hold()
+            elif self._expecting:
+                _waiting_torch.past_everything([call for held in self._expecting for call in held.expecting_gradient()])
+            # A signal handler may have looked meanwhile, and let go of everything; not between these two.
+            if self._is_holding:
+                self._work = left
+
+    def settle(self, *, is_blocking: bool = True) -> None:
+        """Apply what waits and give all tensors back; raises `WholestepError` if that cannot be done.
+
+        If another thread runs the step just now, wait until it is through, or with `is_blocking=False` do nothing.
+        """
+        if not self._is_holding and self._work is None and self not in _waiting:
             return
-        for tensor in self._tensors():
-            self._guarded.append((tensor, type(tensor)))
-            guarded = GuardedParameter if isinstance(tensor, nn.Parameter) else GuardedTensor
-            tensor.__class__ = guarded  # pyright: ignore[reportAttributeAccessIssue]
-        self._handles = [opt.register_state_dict_pre_hook(lambda _: self.flush()) for opt in self._optimizers]
-        self._handles += [module.register_forward_pre_hook(self._before_forward) for module in self._modules]
-        _guarding.append(self)
+        me = threading.get_ident()
+        if not is_blocking and self.runner not in (None, me):
+            return
+        self._readers.append(me)
+        switches = _waiting_torch.Switches()
+        try:
+            with self.turn:
+                with _waiting_torch.ordinary_operators():
+                    self._bring_to_an_end()
+                work, self._work = self._work, None
+                self._give_back()
+                if isinstance(work, _Begun) and self.runner is None and self._readers.count(me) == 1:
+                    work.journal.clear()  # frames of a traceback may hold it, and our views of what is no longer held
+        finally:
+            self._readers.remove(me)
+            switches.put_back()
 
-    def _before_forward(self, module: nn.Module, _args: Any) -> None:
-        self.note_interruption(module)
-        self.flush()
+    def _bring_to_an_end(self) -> None:
+        if self._flush is not None:
+            self.begin(self._flush)
+        work = self._work
+        if isinstance(work, _Lost):
+            raise WholestepError(work.message)
+        if isinstance(work, _Begun):
+            if work.journal.has_failed_wait:
+                raise RankError(self.why_failed())
+            try:
+                work.executable.finish(work.journal)
+            except Exception as error:
+                kind = RankError if work.journal.has_failed_wait else WholestepError
+                raise kind(self._missing(work, str(error))) from error
+
+    def _missing(self, work: _Begun | _Left, reason: str) -> str:
+        return (
+            f"the update of call {work.number} of {self.name} is missing, it could not be applied: {reason}; what it "
+            "would have changed (parameters, gradients, optimizer state) cannot be read. Go on from a checkpoint"
+        )
+
+    def why_failed(self) -> str:
+        """The sentence that tells which update can never be applied; "" if none is known to be so."""
+        work = self._work
+        if isinstance(work, _Begun) and work.journal.has_failed_wait:
+            return self._missing(work, "the gradients of another rank never came")
+        return ""
+
+    def settle_after(self, error: Exception) -> None:
+        """The call that runs has failed: apply what it has not, as eager would have before it."""
+        reason = self.why_failed()
+        if reason:
+            raise RankError(reason) from error
+        self.settle()
 
     def release(self) -> None:
-        """Take the guards off; what is pending stays pending."""
-        if self not in _guarding:
-            return
-        _guarding.remove(self)
-        for tensor, cls in self._guarded:
-            tensor.__class__ = cls
-        self._guarded.clear()
-        for handle in self._handles:
-            handle.remove()
+        """Give all tensors back although work waits: only for those who look at memory and not at values."""
+        self._give_back()
 
-    def applied(self, block: int) -> None:
-        """A block has been applied by the call that is running; what only it needed is let go."""
-        self._blocks -= {block}
-        for key, users in self._carried_by.items():
-            if not users & self._blocks:
-                self.carries.pop(key, None)
+    def _hold(self) -> None:
+        tensors = self._targets.read()
+        known = self._held
+        if tensors.keys() != known.keys() or any(known[slot_id].tensor is not t for slot_id, t in tensors.items()):
+            held: dict[int, Held] = {}
+            for slot_id, tensor in tensors.items():
+                if id(tensor) not in held:
+                    held[id(tensor)] = Held(tensor, with_gradient=slot_id in self._targets.gradients)
+            self._held = {slot_id: held[id(tensor)] for slot_id, tensor in tensors.items()}
+            self._tensors = list(held.values())
+            self._expecting = [item for item in self._tensors if item.has_gradient]
+        self._modules = [HeldParameters(module) for module in self._targets.modules]
+        _waiting_torch.increment_versions([tensors[slot_id] for slot_id in self._targets.versioned & tensors.keys()])
+        if self not in _waiting:
+            _waiting.append(self)
+        hold(self._tensors, self._modules, partial(setattr, self, "_is_holding", True))
 
-    def finished(self) -> None:
-        """The call that is running has applied everything; what it has left itself, if anything, is not pending yet."""
-        self._blocks = frozenset()
+    def _give_back(self) -> None:
+        if self._is_holding:
+            give_back(self._tensors, self._modules, partial(setattr, self, "_is_holding", False))
+        if self in _waiting:
+            _waiting.remove(self)
 
-    def flush(self) -> None:
-        """Apply what is pending now."""
-        self.release()
-        if not self._blocks or self._is_applying:
-            return
-        blocks, self._is_applying = self._blocks, True
-        try:
-            self._apply(blocks)
-        finally:
-            self._is_applying = False
-            self._blocks = frozenset()
-            self.carries.clear()
+    def why_not_held(self) -> str:
+        """Why updates cannot wait: somebody could look at what they change unseen; "" if nobody can."""
+        if self._num_interruptions >= _TOO_OFTEN and self._num_left_out < _LEFT_OUT:
+            self._num_left_out += 1
+            return "somebody looks at them after each step"
+        self._num_left_out = 0
+        reason = self._owners.why_not_held({id(tensor): tensor for tensor in self._targets.read().values()}.values())
+        self._num_refusals = self._num_refusals + 1 if reason else 0
+        if self._num_refusals == _TOO_OFTEN:
+            logger.warning(
+                "the last %d updates of %s could not wait for the next call, so that nothing was hidden: %s",
+                _TOO_OFTEN,
+                self.name,
+                reason,
+            )
+        return reason
 
     def continued(self) -> None:
         """The next call came before anybody looked."""
@@ -178,5 +284,83 @@ class Pending:
                 getattr(func, "__name__", type(func).__name__),
             )
 
+    def enter_fork(self) -> None:
+        """This process is about to be forked: the child must find everything applied, and no lock held."""
+        if not self.turn.acquire(timeout=_FORK_WAITS_S):
+            return
+        self._is_locked_for_fork = True
+        try:
+            self.settle()
+        except WholestepError as error:
+            logger.warning("a process is forked that will not be able to read the model: %s", error)
 
-atexit.register(flush_all)
+    def leave_fork(self) -> None:
+        """The process was forked, and this is the parent."""
+        if self._is_locked_for_fork:
+            self._is_locked_for_fork = False
+            self.turn.release()
+
+    def start_in_child(self) -> None:
+        """The process was forked, and this is the child: it has no other threads and no connection to other ranks."""
+        self.turn = threading.RLock()
+        self._readers = []
+        self.runner = None
+        self._is_locked_for_fork = False
+        if isinstance(self._work, (_Left, _Begun)):
+            self._work = _Lost(
+                f"the update of call {self._work.number} of {self.name} was still waiting when this process was "
+                "forked, and can only be applied in the process it was forked from; fork after step.flush()"
+            )
+
+
+def flush_all() -> None:
+    """Apply everything that waits in this process."""
+    for pending in list(_waiting):
+        pending.settle()
+
+
+def flush_others(but: Pending | None) -> None:
+    """Apply everything that waits in this process except one, and except what other threads are busy with."""
+    for pending in list(_waiting):
+        if pending is not but:
+            pending.settle(is_blocking=False)
+
+
+def _apply_for(func: object) -> list[WholestepError]:
+    """Somebody looks: apply all that can be applied."""
+    errors: list[WholestepError] = []
+    for pending in list(_waiting):
+        pending.note_interruption(func)
+        try:
+            pending.settle()
+        except WholestepError as error:
+            errors.append(error)
+    return errors
+
+
+def _flush_at_exit() -> None:
+    for pending in list(_waiting):
+        try:
+            pending.settle()
+        except WholestepError as error:
+            logger.error("%s", error)
+
+
+def _enter_fork() -> None:
+    for pending in sorted(_known, key=id):
+        pending.enter_fork()
+
+
+def _leave_fork() -> None:
+    for pending in list(_known):
+        pending.leave_fork()
+
+
+def _start_in_child() -> None:
+    for pending in list(_known):
+        pending.start_in_child()
+
+
+when_looked_at(_apply_for)
+atexit.register(_flush_at_exit)
+os.register_at_fork(before=_enter_fork, after_in_parent=_leave_fork, after_in_child=_start_in_child)

@@ -3,25 +3,26 @@
 from __future__ import annotations
 
 import logging
+import threading
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
 
 from wholestep import _torch
 from wholestep.capture import Capture
-from wholestep.capture.binding import Binding, Carried
-from wholestep.graph import Slot, SlotKind, StepGraph
-from wholestep.iteration import Kind, carried_nodes, derive, moved_nodes
+from wholestep.capture.binding import Binding, FixedTensor
+from wholestep.graph import SlotKind, StepGraph, nodes_in, ops
+from wholestep.iteration import Kind, derive, moved_nodes
 from wholestep.iteration.moves import SHARED, found_again
-from wholestep.lower import Lower, dump_regions
+from wholestep.lower import Lower, dump_regions, memory_of
 from wholestep.passes import Pipeline, run_passes
 from wholestep.runtime.cuda_graph import why_not_recorded
 from wholestep.runtime.executable import Executable
-from wholestep.runtime.pending import Pending
+from wholestep.runtime.journal import Journal
+from wholestep.runtime.pending import Pending, Targets
 
 logger = logging.getLogger(__name__)
 
@@ -58,25 +59,14 @@ class Rotation:
         self._cuda_graphs = cuda_graphs
         self._source = graph
         self._finish = finish
+        self._bindings: dict[str, Binding] = capture.bindings
         self._blocks = frozenset(node.meta["next_iteration"] for node in moved_nodes(graph)) - {SHARED}
-        self.pending = Pending(
-            name,
-            self._blocks,
-            _carried_by(graph),
-            self._apply,
-            self._targets,
-            optimizers=capture.stepped,
-            modules=_asking_modules(capture),
-        )
-        carries = {
-            Slot(SlotKind.CARRY, node.name).id: Carried(self.pending.carries, Slot(SlotKind.CARRY, node.name).id)
-            for node in carried_nodes(graph)
-        }
-        self._bindings: dict[str, Binding] = capture.bindings | carries
-        self._target_bindings = [self._bindings[slot_id] for slot_id in _target_slots(graph)]
+        self._held = _target_slots(graph)
         self._setup = self._derived(Kind.SETUP) if self._blocks else self._whole
         self._main = self._derived(Kind.MAIN) if self._blocks else self._whole
-        self._flushes: dict[frozenset[int], Executable] = {}
+        # Before anything waits there is what applies it: a reader may come from where nothing can be compiled.
+        self._flush = self._derived(Kind.FLUSH) if self._blocks else None
+        self.pending = Pending(name, self._targets(capture), self._flush)
         if capture.dynamic_leaves and any(item.name == Lower.name for item in finish):
             # Compiling regions may bring more assumptions about sizes, and guards are made of those known by then.
             _ = self._whole, self._cleanup
@@ -89,34 +79,52 @@ class Rotation:
     @property
     def in_loop(self) -> Executable | None:
         """What the next call runs if it is one in the middle of the loop; None if it is the first to run that."""
-        is_in_loop = self._main.is_ready and (not self._blocks or self.pending.is_waiting)
+        is_in_loop = self._main.is_ready and (not self._blocks or self.pending.can_begin)
         return self._main if is_in_loop else None
 
     @cached_property
     def graphs(self) -> IterationGraphs:
         """All graphs of the loop."""
-        return IterationGraphs(
-            self._setup.graph, self._main.graph, self._cleanup.graph, self._flush_of(self._blocks).graph
-        )
+        flush = derive(self._source, Kind.FLUSH) if self._flush is None else self._flush.graph
+        return IterationGraphs(self._setup.graph, self._main.graph, self._cleanup.graph, flush)
 
-    def run(self, leaves: list[Any], *, is_last: bool) -> tuple[Any, ...]:
-        """One call of the loop. If it raises, what was pending has been applied, as it would have been in eager."""
+    def run(self, leaves: list[Any], *, is_last: bool, number: int = 0) -> tuple[Any, ...]:
+        """One call of the loop, the caller's `number`th; it has the turn of `pending`.
+
+        If it raises, what waited has been applied, as it would have been in eager, or cannot be read.
+        """
         if not self._blocks:
-            return self._whole.run(leaves)
+            return self._whole.run(leaves)[0]
         pending = self.pending
-        if not pending.is_waiting:
-            outputs = (self._whole if is_last else self._setup).run(leaves)
-        else:
-            pending.continued()
-            try:
-                outputs = (self._cleanup if is_last else self._main).run(leaves)
-            except BaseException:
-                pending.flush()
-                raise
-            pending.finished()
-        if not is_last:
-            pending.guard()
+        pending.runner = threading.get_ident()
+        try:
+            does_end = is_last and pending.can_begin and self._ends_in_place
+            in_loop = self._cleanup if does_end else self._main
+            journal = pending.begin(in_loop)
+            if journal is None:
+                pending.settle()
+                does_wait = not is_last and not pending.why_not_held()
+                outputs, carries = (self._setup if does_wait else self._whole).run(leaves)
+            else:
+                does_wait = in_loop is self._main
+                outputs, carries = self._apply_and_run(in_loop, leaves, journal)
+            if does_wait:
+                pending.leave(carries, number)
+        finally:
+            pending.runner = None
+        if is_last or not does_wait or pending.is_wanted:
+            pending.settle()
         return outputs
+
+    def _apply_and_run(
+        self, executable: Executable, leaves: list[Any], journal: Journal
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        self.pending.continued()
+        try:
+            return executable.run(leaves, journal)
+        except Exception as error:
+            self.pending.settle_after(error)
+            raise
 
     @cached_property
     def _whole(self) -> Executable:
@@ -126,16 +134,14 @@ class Rotation:
     def _cleanup(self) -> Executable:
         return self._derived(Kind.CLEANUP) if self._blocks else self._whole
 
-    def _flush_of(self, blocks: frozenset[int]) -> Executable:
-        if blocks not in self._flushes:
-            graph = derive(self._source, Kind.FLUSH, blocks)
-            self._flushes[blocks] = self._executable(graph, Kind.FLUSH)
-        return self._flushes[blocks]
+    @cached_property
+    def _ends_in_place(self) -> bool:
+        """Whether the last call's graph applies the call before where a flush would: then it can be resumed like one.
 
-    def _apply(self, blocks: frozenset[int]) -> None:
-        # Whoever looks may be tracing, or in inference mode; what is applied must be real and stay ordinary tensors.
-        with _torch.outside_modes():
-            self._flush_of(blocks).run([])
+        It may put the old update into memory of its own instead, as only the new one has to be in its slot in the end.
+        """
+        assert self._flush is not None
+        return _written_slots(self._cleanup.graph) == _written_slots(self._flush.graph)
 
     def _derived(self, kind: Kind) -> Executable:
         return self._executable(derive(self._source, kind), kind)
@@ -144,8 +150,17 @@ class Rotation:
         finished = run_passes(graph, self._finish)
         if self._dump_dir is not None:
             dump_regions(finished, self._dump_dir / "regions" / label if self._blocks else self._dump_dir / "regions")
+        applies = label in (Kind.MAIN, Kind.CLEANUP, Kind.FLUSH)
+        if applies:
+            _write_moved_updates(finished)
         return Executable(
-            finished, self._bindings, label, self.pending.applied, is_recorded=self._can_be_recorded(finished)
+            finished,
+            self._bindings,
+            label,
+            is_recorded=self._can_be_recorded(finished),
+            held=self._held,
+            applies=applies,
+            is_flush=label == Kind.FLUSH,
         )
 
     def _can_be_recorded(self, graph: StepGraph) -> bool:
@@ -157,30 +172,53 @@ class Rotation:
             logger.warning("%s runs without CUDA graphs: %s", self._name, obstacle)
         return not obstacle
 
-    def _targets(self) -> list[torch.Tensor]:
-        """Tensors that must not be seen while updates are pending."""
-        values = {
-            id(value): value for where in self._target_bindings if isinstance(value := where.read([]), torch.Tensor)
-        }
-        return list(values.values())
+    def _targets(self, capture: Capture) -> Targets:
+        """Tensors that must not be seen while updates wait, and who has them."""
+        bindings = {slot_id: self._bindings[slot_id] for slot_id in self._held}
+
+        def read() -> dict[str, torch.Tensor]:
+            values = {slot_id: binding.read([]) for slot_id, binding in bindings.items()}
+            return {slot_id: value for slot_id, value in values.items() if isinstance(value, torch.Tensor)}
+
+        moved = set(moved_nodes(self._source))
+        results = self._source.results.items()
+        names = {slot_id.removeprefix(f"{SlotKind.GRAD}.") for slot_id, value in results if value in moved}
+        gradients = frozenset(slot.id for slot in self._source.slots_of_kind(SlotKind.PARAM) if slot.name in names)
+        ids = {id(binding.tensor) for binding in bindings.values() if isinstance(binding, FixedTensor)}
+        modules = {id(module): module for root in capture.found.modules.values() for module in root.modules()}
+        owners = [
+            module
+            for module in modules.values()
+            if any(id(parameter) in ids for parameter in _torch.own_parameters(module).values())
+        ]
+        written = {} if self._flush is None else _written_slots(self._flush.graph)
+        # Fused optimizers count no versions.
+        versioned = frozenset(
+            slot for slot, ops_there in written.items() if any("_fused_" not in op for op in ops_there)
+        )
+        return Targets(read, gradients, versioned, owners)
 
 
-def _asking_modules(capture: Capture) -> list[nn.Module]:
-    """Modules that look at the types of their parameters before they use one, to choose a fast path."""
-    kinds = (nn.TransformerEncoder, nn.TransformerEncoderLayer, nn.MultiheadAttention)
-    return [module for root in capture.found.modules.values() for module in root.modules() if isinstance(module, kinds)]
+def _write_moved_updates(graph: StepGraph) -> None:
+    """Where no pass has put updates in their slots: do so with those of the call before, as the graph's last acts."""
+    slots = graph.placeholders()
+    moved = {slot_id: value for slot_id, value in graph.updates.items() if "applies" in value.meta}
+    for slot_id, value in moved.items():
+        graph.insert(torch.ops.aten.copy_.default, (slots[slot_id], value), like=value, before=graph.output_node)
+    if moved:
+        graph.set_returned(updates={slot_id: v for slot_id, v in graph.updates.items() if slot_id not in moved})
+        graph.is_functional = False
 
 
-def _carried_by(graph: StepGraph) -> dict[str, frozenset[int]]:
-    """For each carried value: the blocks that need it, directly or through another moved node."""
-    needs: dict[Any, set[int]] = {}
-    for node in reversed(moved_nodes(graph)):
-        blocks = {node.meta["next_iteration"]}.union(*(needs.get(user, ()) for user in node.users)) - {SHARED}
-        needs[node] = blocks
-    return {
-        Slot(SlotKind.CARRY, node.name).id: frozenset().union(*(needs.get(user, ()) for user in node.users))
-        for node in carried_nodes(graph)
-    }
+def _written_slots(graph: StepGraph) -> dict[str, list[str]]:
+    """By slot: the ops of the call before that write there, in order."""
+    found: dict[str, list[str]] = {}
+    for node in graph.calls():
+        if "applies" in node.meta and ops.is_op(node):
+            arguments = [node.args[index] for index in ops.written_arguments(node.target) if index < len(node.args)]
+            for slot in {graph.slot_of(memory_of(source)) for source in nodes_in(arguments)} - {None}:
+                found.setdefault(slot.id, []).append(str(node.target))  # pyright: ignore[reportOptionalMemberAccess]
+    return found
 
 
 def _target_slots(graph: StepGraph) -> list[str]:

@@ -14,6 +14,7 @@ from typing import Any, Self
 
 import torch
 
+from wholestep import _waiting_torch
 from wholestep.capture import Capture, capture, discover
 from wholestep.comm import FillBuckets, SplitOptimizer
 from wholestep.comm.plan import DataParallelPlan
@@ -42,7 +43,7 @@ from wholestep.runtime.dry_run import DryRun, ImaginedReplicas, uncompiled_regio
 from wholestep.runtime.guards import Call, tensor_type
 from wholestep.runtime.heap import keep_freed_memory
 from wholestep.runtime.measured import Measured, run_measured
-from wholestep.runtime.pending import flush_all
+from wholestep.runtime.pending import flush_all, flush_others
 from wholestep.runtime.rotation import IterationGraphs, Rotation
 from wholestep.runtime.specialization import Specialization
 
@@ -142,22 +143,19 @@ class StepRunner:
         is_last = bool(not self._takes_last and kwargs.pop("last", False))
         call = Call.of(self._function, args, kwargs)
         self._num_attempts += 1
-        pending = None if self._current is None else self._current.rotation.pending
-        flush_all(but=pending)
-        if pending is not None:
-            pending.release()
+        switches = _waiting_torch.Switches()
         try:
+            flush_others(None if self._current is None else self._current.rotation.pending)
             chosen = self._choose(call)
             if self._replicas is not None:
                 self._replicas.compare_options(chosen.capture, self._num_attempts)
             self._num_calls += 1
-            is_last = is_last or (self.options.max_iters is not None and self._num_calls >= self.options.max_iters)
             if self._num_calls <= self.options.verify:
+                flush_all()
                 return differential.checked_run(chosen, call, self._num_calls, self._average_gradients(chosen))
-            return chosen.run(call, is_last=is_last)
+            return chosen.run(call, is_last=is_last or self._is_max_iter, number=self._num_calls)
         finally:
-            if pending is not None:
-                pending.watch()
+            switches.put_back()
 
     def measure(self, *args: Any, **kwargs: Any) -> Any:
         """Run one step, like `step(...)`, and note what it takes; `measured`, `explain` and `report` tell.
@@ -193,7 +191,7 @@ class StepRunner:
         look past Python, at memory shared with another process, say.
         """
         if self._current is not None:
-            self._current.rotation.pending.flush()
+            self._current.rotation.pending.settle()
 
     def __enter__(self) -> Self:
         return self
@@ -257,6 +255,11 @@ class StepRunner:
         """Make decorated methods work: `self` is passed like any other argument."""
         return self if instance is None else functools.partial(self, instance)
 
+    @property
+    def _is_max_iter(self) -> bool:
+        """Whether the call that runs is the last of `max_iters`; the next one begins to count again."""
+        return self.options.max_iters is not None and self._num_calls % self.options.max_iters == 0
+
     def _require_current(self) -> Specialization:
         if self._current is None:
             raise GuardError(f"{self._name} has not been called yet; its graph exists after the first call")
@@ -273,7 +276,7 @@ class StepRunner:
             difference = self._current.check(call)
             if difference is None:
                 return self._current
-            self._current.rotation.pending.flush()
+            self._current.rotation.pending.settle()
         for known in reversed(self._specializations):
             if known is self._current:
                 continue
@@ -327,7 +330,7 @@ class StepRunner:
             return captured, graph
 
         with _garbage_collection_paused():
-            flush_all()
+            flush_others(None)
             plan = None
             if self.options.data_parallel is None:
                 captured, graph = capture_step(frozenset())

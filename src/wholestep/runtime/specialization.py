@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from wholestep import _torch
+from wholestep import _torch, _waiting_torch
 from wholestep.capture import Capture
 from wholestep.capture.record import Broken, Difference, Filling, ReadGuard
 from wholestep.comm.plan import DataParallelPlan
@@ -57,11 +57,12 @@ class Specialization:
 
         The numbers of the call are computed then, and whatever the step draws from Python has been drawn.
         """
-        for guard in self._guards:
-            difference = guard(call)
-            if difference is not None:
-                return difference if isinstance(difference, Difference) else Difference(difference)
-        difference = self._reads.check(call)
+        with _waiting_torch.past_traps():  # to look at a tensor's type is not to look at its value
+            for guard in self._guards:
+                difference = guard(call)
+                if difference is not None:
+                    return difference if isinstance(difference, Difference) else Difference(difference)
+            difference = self._reads.check(call)
         return self.compute_numbers(call) if difference is None else difference
 
     def begin(self, call: Call) -> Difference | None:
@@ -83,16 +84,18 @@ class Specialization:
         recording.numbers.update(numbers)
         return None
 
-    def run(self, call: Call, *, is_last: bool = False) -> Any:
-        """Execute one step; raises `CaptureError` if there is nothing to run it on."""
+    def run(self, call: Call, *, is_last: bool = False, number: int = 0) -> Any:
+        """Execute one step, the `number`th; raises `CaptureError` if there is nothing to run it on."""
         if self.capture.is_blank:
             raise CaptureError(
                 "the model, the optimizer or the batch was made inside no_weights(): such a step is for planning",
                 advice="Make them outside of it to run the step",
             )
-        for parameter in self.capture.any_incoming_grad:
-            parameter.grad = None
-        outputs = self.rotation.run(call.leaves, is_last=is_last)
+        with self.rotation.pending.turn:
+            with _waiting_torch.past_traps():
+                for parameter in self.capture.any_incoming_grad:
+                    parameter.grad = None
+            outputs = self.rotation.run(call.leaves, is_last=is_last, number=number)
         for optimizer in self.capture.stepped:
             _torch.mark_stepped(optimizer)
         self.num_runs += 1

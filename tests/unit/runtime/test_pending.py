@@ -11,21 +11,21 @@ from typing import Any
 
 import pytest
 import torch
-from tests.waiting import MAKERS, WORDS, Pair, X, is_pending
+from tests.waiting import MAKERS, WORDS, Pair, X, is_anything_waiting, is_pending
 from torch import Tensor, nn
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.optim import AdamW, Optimizer
 
 from wholestep import _torch
-from wholestep.runtime import pending
-from wholestep.runtime.pending import GuardedParameter, flush_all
+from wholestep.runtime.held import GuardedParameter
+from wholestep.runtime.pending import flush_all
 
 
 @pytest.fixture(autouse=True)
 def _nothing_left_behind() -> Iterator[None]:
     yield
     flush_all()
-    assert pending._guarding == []  # pyright: ignore[reportPrivateUsage]
+    assert not is_anything_waiting()
 
 
 # Guards
@@ -46,8 +46,9 @@ def test_guards_are_on_while_something_waits(name: str) -> None:
 
 def test_only_what_moves_is_guarded() -> None:
     pair = Pair(cross_iteration=["last"])
+    names = [name for name, _ in pair.ours.model.named_parameters()]
     pair.steps(2)
-    kinds = {name: type(parameter) for name, parameter in pair.ours.model.named_parameters()}
+    kinds = {name: type(parameter) for name, parameter in zip(names, pair.ours.parameters, strict=True)}
     assert {name for name, kind in kinds.items() if kind is GuardedParameter} == {"last.weight", "last.bias"}
     pair.assert_same()
     assert not is_pending(pair.ours)
@@ -56,7 +57,7 @@ def test_only_what_moves_is_guarded() -> None:
 def test_a_guarded_parameter_is_still_a_parameter() -> None:
     pair = Pair()
     pair.step()
-    weight = pair.ours.model.first.weight
+    weight = pair.ours.parameters[0]
     assert isinstance(weight, nn.Parameter)
     assert is_pending(pair.ours)
     assert weight.requires_grad
@@ -135,7 +136,6 @@ LOOKS: dict[str, Callable[[Any, Optimizer], Any]] = {
     "torch.Tensor": lambda m, _: torch.Tensor(m.last.bias).detach(),
     "new parameter": lambda m, _: nn.Parameter(m.first.weight).detach(),
     "new parameter of data": lambda m, _: nn.Parameter(m.first.weight.data).detach(),
-    "double": lambda m, _: [p.detach().clone() for p in m.double().float().parameters()],
 }
 
 
@@ -144,27 +144,22 @@ def _copied_with_warning(parameter: Tensor) -> Tensor:
         return torch.tensor(parameter)
 
 
-_PAST_TORCH_FUNCTIONS = {
-    "torch.func.grad": "the transform wraps the parameter before any torch function sees it",
-    "torch.tensor of a parameter": "the constructor reads memory without asking a torch function",
-    "torch.Tensor": "the constructor reads memory without asking a torch function",
-    "new parameter": "nn.Parameter refuses an instance of a subclass",
-}
-
-
-def _known(name: str) -> Any:
-    reason = _PAST_TORCH_FUNCTIONS.get(name)
-    return name if reason is None else pytest.param(name, marks=pytest.mark.xfail(strict=True, reason=reason))
-
-
 @pytest.mark.filterwarnings("ignore:To copy construct from a tensor:UserWarning")
-@pytest.mark.parametrize("name", [_known(name) for name in LOOKS])
+@pytest.mark.parametrize("name", LOOKS)
 def test_looking_applies(name: str) -> None:
     pair = Pair()
     pair.steps(3)
     assert is_pending(pair.ours)
     pair.both(LOOKS[name])
     pair.assert_applied()
+    pair.steps(2)
+    pair.assert_same()
+
+
+def test_a_converted_model() -> None:
+    pair = Pair()
+    pair.steps(3)
+    pair.both(lambda model, _: [p.detach().clone() for p in model.double().float().parameters()])
     pair.steps(2)
     pair.assert_same()
 

@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 import wholestep
 from wholestep.runtime.checkpoint.ranks import warn_of_the_dead
 from wholestep.runtime.checkpoint.writing import Draft
-from wholestep.runtime.pending import GuardedParameter
+from wholestep.runtime.held import GuardedParameter
 from wholestep.zoo.optimizers import OPTIMIZERS
 
 
@@ -97,10 +97,11 @@ def test_what_is_pending_is_applied_before_it_is_saved(tmp_path: Path) -> None:
     plain.train(0, 2)
     expected = without_gradients(plain)
     run = Run()
+    weight = run.model.hidden.weight
     run.train(0, 2)
-    assert type(run.model.hidden.weight) is GuardedParameter
+    assert type(weight) is GuardedParameter
     wholestep.Checkpoints(tmp_path).save(2, **run.state, wait=True)
-    assert type(run.model.hidden.weight) is nn.Parameter
+    assert type(weight) is nn.Parameter
     fresh = Run()
     wholestep.Checkpoints(tmp_path).resume(**fresh.state)
     assert not differences(expected, without_gradients(fresh))
