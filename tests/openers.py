@@ -133,7 +133,11 @@ def _open_cached(value: Any, label: Label) -> Opened:
         [results] = [list(item.values()) for item in held if type(item) is dict]
     else:
         results = [item for item in held if not isinstance(item, dict | type)]
-    return str(info), [(".wrapped", value.__wrapped__), *((f".kept[{at}]", item) for at, item in enumerate(results))]
+    # How often it was asked is not part of what it holds: a capture asks once more.
+    return f"lru_cache of {info.currsize} (at most {info.maxsize})", [
+        (".wrapped", value.__wrapped__),
+        *((f".kept[{at}]", item) for at, item in enumerate(results)),
+    ]
 
 
 def _open_method(value: Any, label: Label) -> Opened:

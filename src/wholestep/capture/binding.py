@@ -110,6 +110,18 @@ class NumberOf:
 
 
 @dataclass(frozen=True, eq=False)
+class DrawnTensor:
+    """A tensor made of an array that Python draws at each call."""
+
+    numbers: dict[str, Any]
+    name: str
+    make: Callable[[Any], Any]
+
+    def read(self, leaves: list[Any]) -> Any:
+        return self.make(self.numbers[self.name])
+
+
+@dataclass(frozen=True, eq=False)
 class AtPlace:
     """A tensor that the step finds in one of the user's objects; another one may stand there at the next call."""
 
@@ -120,6 +132,15 @@ class AtPlace:
 
 
 Binding = (
-    FixedTensor | BufferOf | StateOf | GradOf | GradOfArgument | LearningRate | Argument | NumberOf | AtPlace
+    FixedTensor
+    | BufferOf
+    | StateOf
+    | GradOf
+    | GradOfArgument
+    | LearningRate
+    | Argument
+    | NumberOf
+    | DrawnTensor
+    | AtPlace
 )
 Rebindable = StateOf | GradOf | GradOfArgument

@@ -210,6 +210,11 @@ def _trace_until_complete(call: _Call) -> tuple[_Call, fx.GraphModule, Collected
             call = call.again(discover.with_module(call.found, missed.module), call.numbers)
         except Unsymbolic as error:
             call = call.again(call.found, call.numbers - error.paths)
+        except CaptureError:
+            if not call.numbers:
+                raise
+            # Somebody takes nothing but real numbers: each value is a capture then.
+            call = call.again(call.found, frozenset())
 
 
 def _recording(call: _Call, result: Collected, graph: StepGraph) -> Recording:

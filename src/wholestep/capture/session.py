@@ -128,6 +128,11 @@ class Session:
 
     def where_adopted(self, real: torch.Tensor) -> binding.Binding:
         """Where a tensor that is neither an argument nor a model's is to be found at each call."""
+        drawn = self.recorder.drawn_tensors.get(id(real))
+        if drawn is not None:
+            _, name, make = drawn
+            self.recorder.needed.add(name)
+            return binding.DrawnTensor(self.numbers, name, make)
         place = self.recorder.place_of(real)
         if place is None or place.path[0].owner is ARGUMENTS:
             return binding.FixedTensor(real)

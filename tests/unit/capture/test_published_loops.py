@@ -68,11 +68,11 @@ def test_meters() -> None:
 class Bar:
     def __init__(self, total: int) -> None:
         self.n, self.total, self.postfix = 0, total, {}
-        self.lines: list[str] = []
+        self.lines: list[tuple[float, int, int]] = []
 
     def update(self, n: int = 1) -> None:
         self.n += n
-        self.lines.append(f"{100 * self.n / self.total:3.0f}% |{'#' * self.n}| {self.n}/{self.total}")
+        self.lines.append((100 * self.n / self.total, self.n, self.total))
 
     def set_postfix(self, **items: Any) -> None:
         self.postfix = items
@@ -92,7 +92,7 @@ class WithBar(Trainer):
 
 def test_a_progress_object() -> None:
     twins = train(WithBar)
-    assert twins.worlds[1].trainer.bar.lines[-1] == "100% |######| 6/6"
+    assert twins.worlds[1].trainer.bar.lines[-1] == (100.0, 6, 6)
 
 
 class Statistics:
@@ -182,7 +182,7 @@ def test_a_config_object_with_label_smoothing() -> None:
         cfg.weights["l2"] = 0.01 * number
         cfg.reduction = "mean" if number < 4 else "sum"
 
-    train(Configured, max_captures=5, change=change)
+    train(Configured, max_captures=STEPS, change=change)  # torch takes the smoothing as a plain number
 
 
 class Curriculum(Trainer):

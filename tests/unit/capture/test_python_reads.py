@@ -38,11 +38,16 @@ def spellings(kind: str) -> list[str]:
     return list(dict.fromkeys([*READERS[kind], *NUMERIC_READERS.get(kind, ())]))
 
 
+# Where no symbol can stand in for the number, each value is a capture: arrays, other functions, C objects.
+ONE_BY_ONE = ("lambda", "partial", "array", "array in an attribute", "argument array", "NumPy scalar", "lru_cache")
+
+
 @pytest.mark.parametrize("name", HOLDERS)
 def test_a_number_in_any_place(name: str) -> None:
     outcome = scaled_by(HOLDERS[name], READERS[HOLDERS[name].kind][0])
     assert not outcome.refused
-    assert outcome.captures <= 3
+    # One more where an attribute of the class is hidden by one of the instance.
+    assert outcome.captures <= (5 if name in ONE_BY_ONE else 4 if name == "class attribute of an instance" else 3)
 
 
 NEW_SPELLINGS = {reader: kind for kind in reversed(KINDS) for reader in spellings(kind)}

@@ -26,7 +26,8 @@ import numpy as np
 import torch
 from torch import nn
 
-from wholestep.capture.record import numbers
+from wholestep import _recording_torch
+from wholestep.capture.record import numbers, outside
 from wholestep.capture.record.places import CONTAINERS, is_plain
 
 if TYPE_CHECKING:
@@ -94,6 +95,8 @@ _ON_NUMBERS = frozenset(
 def choose(recorder: Recorder, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """What to call in place of `function` with these arguments."""
     kind = type(function)
+    if recorder.drawn_arrays and any(id(arg) in recorder.drawn_arrays for arg in (*args, *kwargs.values())):
+        return outside.convert_drawn(recorder, function, args, kwargs)
     if kind is types.FunctionType:
         return _python(recorder, function, args, kwargs)
     if kind is types.MethodType:
@@ -196,6 +199,8 @@ def _builtin(recorder: Recorder, function: Any, args: tuple[Any, ...], kwargs: d
 
 
 def _object_method(recorder: Recorder, owner: Any, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    if id(owner) in recorder.drawn_arrays:
+        recorder.refuse("computes with an array that it has drawn", "Draw with torch, or outside the step")
     _give(recorder, (owner, *args), kwargs)
     if recorder.place_of(owner) is None or isinstance(owner, np.ndarray):
         return function
@@ -449,6 +454,17 @@ def _identity_of(recorder: Recorder, function: Any, args: tuple[Any, ...], _kwar
     return function
 
 
+def _for_real(recorder: Recorder, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """`torch.from_numpy`: a tensor in the array's own memory, which the trace must not stand in for."""
+    _give(recorder, args, kwargs)
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        with _recording_torch.untraced():
+            return function(*args, **kwargs)
+
+    return call
+
+
 def _quiet(_recorder: Recorder, function: Any, _args: tuple[Any, ...], _kwargs: dict[str, Any]) -> Any:
     return function
 
@@ -481,6 +497,7 @@ BUILTINS: dict[Any, Handler] = {
     next: _next,
     id: _identity_of,
     hash: _identity_of,
+    torch.from_numpy: _for_real,
     isinstance: _quiet,
     issubclass: _quiet,
     callable: _quiet,

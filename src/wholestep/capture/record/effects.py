@@ -108,25 +108,39 @@ def _change(kept: Kept, place: Place, templates: Templates) -> Prepare:
 
 
 def _dict_change(kept: Kept, place: Place, templates: Templates, what: str) -> Prepare:
+    """By key, and in the order in which a dict ends up: keys that were taken out and put in again go to its end."""
     now: dict[Any, Any] = dict(kept.owner)
     gone = [key for key in kept.before if key not in now]
-    new = [(key, templates.of(value, what)) for key, value in now.items() if kept.before.get(key, ABSENT) is not value]
-    new = [(key, template) for key, template in new if not _gives(template, kept.before.get(key, ABSENT))]
-    if [key for key in kept.before if key in now] + [key for key in now if key not in kept.before] != list(now):
-        raise CaptureError(f"the step changes the order of '{place}'", advice="Remove and add items outside the step")
+    new = {key: templates.of(value, what) for key, value in now.items() if kept.before.get(key, ABSENT) is not value}
+    new = {key: template for key, template in new.items() if not _gives(template, kept.before.get(key, ABSENT))}
+    staying = iter([key for key in kept.before if key in now])
+    order = list(now)
+    num_in_place = next((i for i, key in enumerate(order) if next(staying, ABSENT) is not key), len(order))
+    moved = [key for key in order[num_in_place:] if key in kept.before]
+    if not moved and not gone and not new:
+        return lambda _owner, _filling: _nothing
 
     def prepare(owner: dict[Any, Any], filling: Filling) -> Callable[[], None]:
-        kind, filled = dict_kind(owner), [(key, template.fill(filling)) for key, template in new]
+        kind, filled = dict_kind(owner), {key: template.fill(filling) for key, template in new.items()}
 
         def write() -> None:
             for key in gone:
                 kind.pop(owner, key, None)
-            for key, value in filled:
-                kind.__setitem__(owner, key, value)
+            for key in order[:num_in_place]:
+                if key in filled:
+                    kind.__setitem__(owner, key, filled[key])
+            for key in order[num_in_place:]:
+                before = kind.pop(owner, key, None) if moved else None
+                if key in filled or moved:
+                    kind.__setitem__(owner, key, filled.get(key, before))
 
         return write
 
     return prepare
+
+
+def _nothing() -> None:
+    """No change after all."""
 
 
 def _gives(template: Template, before: Any) -> bool:

@@ -47,7 +47,7 @@ class ReadGuard:
         """Ask the functions with a cache, as the step would: the trace has left their caches as they were."""
         for place in self._places:
             if place.step is Step.CALL and place.parent is not None and place.expectation is not Expectation.TENSOR:
-                take(place.parent.key, place.step, place.key)
+                take(self._now[place.parent], place.step, place.key)
 
     def check(self, call: Any) -> Difference | None:
         """None if the call fits."""
@@ -64,6 +64,7 @@ class ReadGuard:
         """Walk all places from their roots."""
         now: dict[Place, Any] = {}
         changed: list[Place] = []
+        paths: list[tuple[Any, ...]] = []
         for place in self._places:
             if place.parent is None:
                 now[place] = call if place.key is ARGUMENTS else place.key
@@ -71,17 +72,17 @@ class ReadGuard:
             value = now[place] = take(now[place.parent], place.step, place.key)
             if self._is_as_expected(place, value):
                 continue
-            if place.expectation is not Expectation.VALUE or not _are_numbers(place.value, value):
+            numbers = _changed_numbers(place.value, value) if place.expectation is Expectation.VALUE else None
+            if numbers is None:
                 return Difference(f"'{place}' changed from {_shown(place.value)} to {_shown(value)}")
             changed.append(place)
+            paths += [(*place.path, *step) for step in numbers]
         for place in self._places:
             if place.twin is not None and now[place] is not now.get(place.twin, self):
                 return Difference(f"'{place}' is no longer '{place.twin}'")
         if changed:
             first = changed[0]
-            return Difference(
-                f"'{first}' changed from {first.value!r} to {now[first]!r}", [place.path for place in changed]
-            )
+            return Difference(f"'{first}' changed from {first.value!r} to {now[first]!r}", paths)
         self._now = now
         self._rename()
         return None
@@ -184,8 +185,21 @@ def _walk(place: Place) -> Iterator[Place]:
         yield from _walk(child)
 
 
-def _are_numbers(old: Any, new: Any) -> bool:
-    return type(old) is type(new) and type(old) in (int, float)
+def _changed_numbers(old: Any, new: Any) -> list[tuple[Any, ...]] | None:
+    """Where numbers differ between two values that are alike otherwise: steps into tuples; None if more differs."""
+    if type(old) is not type(new):
+        return None
+    if type(old) in (int, float):
+        return [()]
+    if not isinstance(old, tuple) or len(old) != len(new):
+        return None
+    steps: list[tuple[Any, ...]] = []
+    for index, (before, after) in enumerate(zip(old, new, strict=True)):
+        inner = [] if same(before, after) else _changed_numbers(before, after)
+        if inner is None:
+            return None
+        steps += [((Step.ITEM, index), *step) for step in inner]
+    return steps
 
 
 def _chunks(terms: list[str], size: int = 200) -> Iterator[list[str]]:

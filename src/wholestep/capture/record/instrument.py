@@ -1,10 +1,10 @@
 """Code that tells what it reads, writes and calls: a function's bytecode with a call before each such instruction.
 
 The instructions themselves stay as they are, so the function does what it did; only a call may be given another
-callable than the one it was about to use. `HOOKS` says which instruction is told to whom:
+callable than the one it was about to use, and `[]` another owner. `HOOKS` says which instruction is told to whom:
 
     LOAD_ATTR beta        ->   attribute(<owner>, "beta");  LOAD_ATTR beta
-    BINARY_SUBSCR         ->   item(<owner>, <key>);        BINARY_SUBSCR
+    BINARY_SUBSCR         ->   owner = item(<owner>, <key>);  BINARY_SUBSCR
     CALL 2                ->   callable = call(<callable>, (<args>), <keywords>);  CALL 2
 
 An instruction that is in neither table is one that we do not know: such a function cannot be followed.
@@ -23,7 +23,6 @@ from wholestep._bytecode_torch import Instruction, create_instruction
 
 # Hook and how many values on top of the stack it is told, for instructions without a name.
 _OPERANDS: dict[str, tuple[str, int]] = {
-    "BINARY_SUBSCR": ("item", 2),
     "BINARY_SLICE": ("slice", 3),
     "STORE_SUBSCR": ("set_item", 3),
     "STORE_SLICE": ("set_slice", 4),
@@ -241,6 +240,10 @@ class _Editor:
         if name in _OPERANDS:
             hook, count = _OPERANDS[name]
             return [*self._insert(hook, count), bytecode.kept(instruction)]
+        if name == "BINARY_SUBSCR":
+            chosen = bytecode.observe(self._hooks["item"], [2, 1])
+            exchange = [create_instruction("SWAP", arg=3), create_instruction("POP_TOP")]
+            return [*chosen, *exchange, bytecode.kept(instruction)]
         if name == "BINARY_OP":
             is_in_place = create_instruction("LOAD_CONST", argval=(instruction.arg or 0) >= _FIRST_IN_PLACE)
             return [*self._insert("binary", 2, is_in_place), bytecode.kept(instruction)]

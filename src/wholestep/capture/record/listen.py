@@ -22,7 +22,7 @@ from wholestep.capture.record import reads
 from wholestep.capture.record.calls import choose
 from wholestep.capture.record.follow import Followers
 from wholestep.capture.record.instrument import Hooks, Instrumenter
-from wholestep.capture.record.numbers import Number
+from wholestep.capture.record.numbers import Number, Table
 from wholestep.capture.record.places import CONTAINERS, PLAIN_TYPES
 from wholestep.capture.record.recorder import Recorder
 
@@ -84,10 +84,22 @@ def _delete_attribute(recorder: Recorder, owner: Any, name: str) -> None:
     reads.write_attribute(recorder, owner, name)
 
 
-@_hook(1)
-def _item(recorder: Recorder, owner: Any, key: Any) -> None:
-    if not isinstance(owner, torch.Tensor):
+def _item(owner: Any, key: Any) -> Any:
+    """Before `owner[key]`: what to take the item from; a table that is asked for a changing number is one of ours."""
+    if type(owner) in _QUIET or isinstance(owner, torch.Tensor) or (recorder := _hearing()) is None:
+        return owner
+    recorder.is_deaf = True
+    try:
         reads.read_subscript(recorder, owner, key)
+        is_table = type(key) is Number and type(owner) in (list, tuple, np.ndarray)
+        return Table(recorder.ledger, owner) if is_table else owner
+    finally:
+        recorder.is_deaf = False
+
+
+def _hearing() -> Recorder | None:
+    recorder = _active[-1] if _active else None
+    return None if recorder is None or recorder.is_deaf or recorder.thread != threading.get_ident() else recorder
 
 
 @_hook(1)
@@ -129,6 +141,8 @@ def _contains(recorder: Recorder, key: Any, owner: Any) -> None:
 @_hook(2)
 def _operands(recorder: Recorder, left: Any, right: Any) -> None:
     for owner in (left, right):
+        if id(owner) in recorder.drawn_arrays:
+            recorder.refuse("computes with an array that it has drawn", "Draw with torch, or outside the step")
         if isinstance(owner, (*CONTAINERS, np.ndarray)):
             recorder.read_deep(owner)
 
@@ -223,8 +237,8 @@ def _call_with(function: Any, args: Any, kwargs: Any = None) -> Any:
 
 
 def _chosen(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], unpacked: tuple[Any, ...] = ()) -> Any:
-    recorder = _active[-1] if _active else None
-    if recorder is None or recorder.is_deaf or recorder.thread != threading.get_ident():
+    recorder = _hearing()
+    if recorder is None:
         return function
     recorder.is_deaf = True
     try:
@@ -236,5 +250,5 @@ def _chosen(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], unpack
         recorder.is_deaf = False
 
 
-_HOOKS.update(call=_call, call_with=_call_with)
+_HOOKS.update(call=_call, call_with=_call_with, item=_item)
 Followers.instrumenter = Instrumenter(_HOOKS)

@@ -16,6 +16,7 @@ without asking, but `isinstance` says that it is one.
 
 from __future__ import annotations
 
+import copy
 import math
 import operator
 from collections.abc import Callable
@@ -208,6 +209,23 @@ for _name, _symbol in {**_BINARY, **_BITS}.items():
     setattr(Number, f"__r{_name}__", _reflected)
 for _name, _symbol in _COMPARISONS.items():
     setattr(Number, f"__{_name}__", _comparison(_symbol))
+
+
+class Table:
+    """A list or array from which a number is taken by a changing index (`schedule[step]`)."""
+
+    def __init__(self, ledger: Ledger, content: Any) -> None:
+        self._ledger = ledger
+        self._content = content
+
+    def __getitem__(self, index: Number) -> Any:
+        value = self._content[value_of(index)]
+        if not isinstance(value, (int, float, np.integer, np.floating)) or isinstance(value, bool):
+            return self._content[settled(index)]
+        # What is in it is guarded, so that a copy will do.
+        text = f"{self._ledger.constant(copy.copy(self._content))}[{name_of(index)}]"
+        plain = value.item() if isinstance(value, np.generic) else value
+        return self._ledger.computed(text, plain, origins_of(index))
 
 
 def is_number(value: object) -> bool:

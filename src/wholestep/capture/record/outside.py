@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
+from wholestep import _recording_torch
 from wholestep.capture import source
 from wholestep.capture.record import numbers
 from wholestep.capture.record.places import is_plain
@@ -85,6 +86,9 @@ def _drawn(recorder: Recorder, function: Any, *args: Any, **kwargs: Any) -> Any:
     number = ledger.computed(f"{ledger.constant(function)}({', '.join(texts)})", _as_number(result))
     if isinstance(result, (int, float, np.integer, np.floating)) and not isinstance(result, bool):
         return number
+    if isinstance(result, np.ndarray):
+        recorder.drawn_arrays[id(result)] = result, numbers.name_of(number)
+        return result
     if not is_plain(result):
         recorder.refuse(
             f"draws a {type(result).__name__} with {type(function.__self__).__name__}.{function.__name__}()", _ADVICE
@@ -103,6 +107,26 @@ def _text(ledger: numbers.Ledger, value: Any) -> str:
     if numbers.is_number(value):
         return numbers.name_of(value)
     return ledger.constant(list(value) if isinstance(value, list) else value)
+
+
+def convert_drawn(recorder: Recorder, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """A call that is given an array that was drawn: torch makes a tensor of it, which is drawn anew at each call."""
+    root = str(getattr(function, "__module__", None) or "").split(".")[0]
+    [position] = [index for index, arg in enumerate(args) if id(arg) in recorder.drawn_arrays] or [-1]
+    others = [arg for index, arg in enumerate(args) if index != position]
+    if root != "torch" or position < 0 or not all(is_plain(arg) for arg in (*others, *kwargs.values())):
+        recorder.refuse("uses an array that it has drawn for something else than a tensor", _ADVICE)
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        def make(array: Any) -> Any:
+            return function(*args[:position], array, *args[position + 1 :], **kwargs)
+
+        with _recording_torch.untraced():
+            tensor = make(args[position].copy())
+        recorder.drawn_tensors[id(tensor)] = tensor, recorder.drawn_arrays[id(args[position])][1], make
+        return tensor
+
+    return call
 
 
 # Output

@@ -168,7 +168,9 @@ def take(owner: Any, step: Step, key: Any) -> Any:
 
 def _item(owner: Any, key: Any) -> Any:
     """An item of a container, whatever a subclass makes of `[]`."""
-    kinds: tuple[Any, ...] = (dict, list, tuple, collections.deque)
+    if isinstance(owner, dict):
+        return dict.get(owner, key, ABSENT)  # `[]` of a defaultdict would write
+    kinds: tuple[Any, ...] = (list, tuple, collections.deque)
     kind = next((kind for kind in kinds if isinstance(owner, kind)), None)
     return owner[key] if kind is None else kind.__getitem__(owner, key)
 

@@ -143,6 +143,8 @@ def write_attribute(recorder: Recorder, owner: Any, name: str) -> None:
 
 def read_subscript(recorder: Recorder, owner: Any, key: Any) -> None:
     """`owner[key]`."""
+    if id(owner) in recorder.drawn_arrays:
+        recorder.refuse("looks into an array that it has drawn", "Draw with torch, or outside the step")
     if recorder.place_of(owner) is None:
         return
     if isinstance(owner, dict):
@@ -178,6 +180,8 @@ def write_item(recorder: Recorder, owner: Any, operation: str, *args: Any) -> No
 
 def read_through(recorder: Recorder, owner: Any) -> None:
     """Something goes through all items of an owner."""
+    if id(owner) in recorder.drawn_arrays:
+        recorder.refuse("looks into an array that it has drawn", "Draw with torch, or outside the step")
     if isinstance(owner, torch.Tensor) or recorder.place_of(owner) is None:
         return
     if isinstance(owner, CONTAINERS):

@@ -102,6 +102,10 @@ class Recorder:
         self._plain_types: set[type] = set()
         self._entered: set[int] = set()
         self._given: Any = None
+        self.drawn_arrays: dict[int, tuple[Any, str]] = {}
+        """Arrays that were drawn, and their names in the ledger."""
+        self.drawn_tensors: dict[int, tuple[Any, str, Callable[[Any], Any]]] = {}
+        """Tensors made of such arrays: the name of the array, and how they are made."""
         self._caches: dict[int, Any] = {}
         """Caches of functions that were empty before the trace."""
         self._read_deep: set[int] = set()
@@ -408,7 +412,8 @@ class Recorder:
             for path in self._numbers:
                 value = find(path, self._given)
                 if type(value) in (int, float) and path[-1][0] is not Step.LENGTH:
-                    undo.append(put(path, self.ledger.leaf(value, path), self._given))
+                    with contextlib.suppress(AttributeError, TypeError):  # where nothing can be put, it stays as it is
+                        undo.append(put(path, self.ledger.leaf(value, path), self._given))
             yield
         finally:
             for put_back in reversed(undo):
