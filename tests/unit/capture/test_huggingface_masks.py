@@ -162,7 +162,7 @@ def test_verify_passes_in_low_precision(name: str, chunk_loss: int | None, step:
     optimizer = AdamW(copies if step is masters_step else model.parameters(), lr=1e-3, fused=True)
     compiled = wholestep.compile(step, verify=2, chunk_loss=chunk_loss)
     for batch in (BATCHES[0], BATCHES[2]):
-        compiled(model, optimizer, batch)
+        compiled(model, optimizer, batch)  # pyright: ignore[reportCallIssue]
 
 
 def test_transformers_does_not_know_that_it_is_captured() -> None:

@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from tests.twins import SmallNet, Twins, World, mse_step, pair, small_world
 from torch import Tensor, nn
+from torch.fx import _symbolic_trace
 from torch.optim import Optimizer
 
 import wholestep
@@ -147,8 +148,8 @@ def test_nobody_can_tell_that_it_is_captured() -> None:
                     torch.compiler.is_compiling(),
                     torch.compiler.is_dynamo_compiling(),
                     torch.compiler.is_exporting(),
-                    torch.jit.is_tracing(),
-                    torch.fx._symbolic_trace.is_fx_symbolic_tracing(),
+                    torch.jit.is_tracing(),  # pyright: ignore[reportPrivateImportUsage]
+                    _symbolic_trace.is_fx_symbolic_tracing(),
                     isinstance(features, torch._subclasses.FakeTensor),
                     isinstance(features, Tensor),
                     isinstance(self.first.weight, nn.Parameter),
