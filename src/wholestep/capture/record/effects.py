@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import weakref
 from collections.abc import Callable, Iterable
+from contextvars import ContextVar
 from dataclasses import dataclass
 from types import CellType
 from typing import Any
@@ -81,6 +82,9 @@ def _change(kept: Kept, place: Place, templates: Templates) -> Prepare:
     if isinstance(owner, np.ndarray):
         content = owner.copy()
         return lambda array, _: functools.partial(np.copyto, array, content)
+    if isinstance(owner, ContextVar):
+        content = templates.of(owner.get(), what)
+        return lambda variable, filling: functools.partial(variable.set, content.fill(filling))
     if isinstance(owner, CellType):
         template = templates.of(owner.cell_contents, what)
         return lambda cell, filling: functools.partial(setattr, cell, "cell_contents", template.fill(filling))

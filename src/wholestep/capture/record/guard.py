@@ -8,6 +8,7 @@ expression asks for from then on.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -130,7 +131,9 @@ class ReadGuard:
         elif step is Step.CLASS:
             yield f"{owner}.__dict__[{key}] is {value}"
         elif step is Step.CELL:
-            yield from self._test(f"{owner}.cell_contents", owner, key, value, expected)
+            is_variable = isinstance(self._now[place.parent], ContextVar)
+            get = f"take({owner}, CELL, None)" if is_variable else f"{owner}.cell_contents"
+            yield f"{get} is {value}" if expected is not Expectation.NUMBER else f"type({get}) is type({value})"
         elif step is Step.LENGTH:
             yield "True" if expected is Expectation.NUMBER else f"len({owner}) == {value}"
         elif step is Step.TRUTH:
@@ -172,7 +175,14 @@ class ReadGuard:
     def _rename(self) -> None:
         """Let the expression ask for what was seen last."""
         names = self._names
-        names |= {"take": take, "ITEM": Step.ITEM, "CALL": Step.CALL, "same": same, "equal_arrays": equal_arrays}
+        names |= {
+            "take": take,
+            "ITEM": Step.ITEM,
+            "CALL": Step.CALL,
+            "CELL": Step.CELL,
+            "same": same,
+            "equal_arrays": equal_arrays,
+        }
         for place, value in self._now.items():
             names[self._name(place)] = value
             if place.expectation is Expectation.ARRAY:

@@ -14,6 +14,7 @@ import sys
 import types
 import warnings
 from collections.abc import Callable
+from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -214,6 +215,15 @@ def _clock(recorder: Recorder, method: Any, _args: tuple[Any, ...], _kwargs: dic
     return method
 
 
+def _context_variable(recorder: Recorder, method: Any, _args: tuple[Any, ...], _kwargs: dict[str, Any]) -> Any:
+    recorder.root(method.__self__)
+    if method.__name__ == "get":
+        recorder.read_cell(method.__self__)
+    else:
+        recorder.about_to_change(method.__self__)
+    return method
+
+
 def _generator(recorder: Recorder, method: Any, _args: tuple[Any, ...], _kwargs: dict[str, Any]) -> Any:
     recorder.refuse(
         f"calls {method.__name__}() of a torch.Generator", "Use torch.manual_seed, get_rng_state and set_rng_state"
@@ -227,6 +237,8 @@ def handler_of(owner: Any) -> Handler | None:
         return _draw
     if isinstance(owner, torch.Generator):
         return _generator
+    if isinstance(owner, ContextVar):
+        return _context_variable
     if isinstance(owner, (logging.Logger, logging.LoggerAdapter)):
         return _log
     if owner is sys.stdout or owner is sys.stderr:

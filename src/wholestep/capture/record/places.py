@@ -23,6 +23,7 @@ import enum
 import functools
 import types
 from collections.abc import Callable, Iterator
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -45,6 +46,7 @@ class Step(enum.Enum):
     CALL = "call"
     """What a function with a cache returns for some arguments: `(args, kwargs)`."""
     CELL = "cell"
+    """What a closure's cell or a `ContextVar` holds."""
     LENGTH = "length"
     KEYS = "keys"
     """All keys of a dict, or all members of a set, in order."""
@@ -154,7 +156,7 @@ def take(owner: Any, step: Step, key: Any) -> Any:
         if step is Step.ATTRIBUTE:
             return object.__getattribute__(owner, key) if not isinstance(owner, type) else getattr(owner, key)
         if step is Step.CELL:
-            return owner.cell_contents
+            return owner.get(ABSENT) if isinstance(owner, ContextVar) else owner.cell_contents
         if step is Step.CALL:
             return owner(*key[0], **dict(key[1]))
         if step is Step.CLASS:
@@ -204,6 +206,8 @@ def _assign(owner: Any, step: Step, key: Any, value: Any) -> None:
     if step is Step.ITEM:
         kinds: tuple[Any, ...] = (dict, list, collections.deque)
         next(kind for kind in kinds if isinstance(owner, kind)).__setitem__(owner, key, value)
+    elif step is Step.CELL and isinstance(owner, ContextVar):
+        owner.set(value)
     elif step is Step.CELL:
         owner.cell_contents = value
     elif isinstance(owner, type):

@@ -16,6 +16,7 @@ import functools
 import sys
 import threading
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
+from contextvars import ContextVar
 from types import CellType, FunctionType, MethodType, SimpleNamespace
 from typing import Any
 
@@ -321,8 +322,8 @@ class Recorder:
         if kept is None or kept.before.get(name, ABSENT) is value:
             self.note(owner, Step.ATTRIBUTE, name, value)
 
-    def read_cell(self, cell: CellType) -> None:
-        """A variable of a closure."""
+    def read_cell(self, cell: CellType | ContextVar[Any]) -> None:
+        """A variable of a closure or of the context."""
         if id(cell) not in self.kept:
             self.note(cell, Step.CELL, None, take(cell, Step.CELL, None))
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import collections
 from collections.abc import Callable
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 from types import CellType
 from typing import Any
@@ -60,6 +61,9 @@ class Kept:
             owner.extend(before)  # pyright: ignore[reportUnknownMemberType]
         elif isinstance(owner, CellType):
             _fill_cell(owner, before)
+        elif isinstance(owner, ContextVar):
+            if owner.get(ABSENT) is not before:
+                owner.set(before)
         elif isinstance(owner, np.ndarray):
             owner[...] = before
         else:
@@ -70,7 +74,7 @@ class Kept:
         now = content_of(self.owner)
         if isinstance(now, np.ndarray):
             return now.tobytes() != self.before.tobytes()
-        if isinstance(self.owner, CellType):
+        if isinstance(self.owner, (CellType, ContextVar)):
             return now is not self.before
         if isinstance(now, dict):
             pairs = zip(now.items(), self.before.items(), strict=False)
@@ -97,6 +101,8 @@ def content_of(owner: Any) -> Any:
         return list(owner)  # pyright: ignore[reportUnknownArgumentType, reportUnknownVariableType]
     if isinstance(owner, CellType):
         return _cell_content(owner)
+    if isinstance(owner, ContextVar):
+        return take(owner, Step.CELL, None)
     if isinstance(owner, np.ndarray):
         return owner.copy()
     if isinstance(owner, type):
