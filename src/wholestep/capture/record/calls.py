@@ -154,6 +154,8 @@ def _method(recorder: Recorder, method: types.MethodType, args: tuple[Any, ...],
         return method
     recorder.follow_all(function)
     recorder.follow_operators(method.__self__)
+    if isinstance(method.__self__, type):  # `apply` of an autograd.Function calls what its class defines
+        recorder.follow_class(method.__self__)
     _give(recorder, (method.__self__, *args), kwargs)
     return method
 
@@ -192,6 +194,8 @@ def _builtin(recorder: Recorder, function: Any, args: tuple[Any, ...], kwargs: d
     if isinstance(owner, CONTAINERS) and not isinstance(owner, type):
         _container_method(recorder, owner, function.__name__, args, kwargs)
         return function
+    if isinstance(owner, type):
+        recorder.follow_class(owner)
     if isinstance(owner, type) or is_plain(owner) or isinstance(owner, torch.Tensor):
         _give(recorder, args, kwargs)
         return function
@@ -238,7 +242,9 @@ def _give(recorder: Recorder, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
         if is_plain(arg) or isinstance(arg, torch.Tensor):
             continue
         recorder.follow_all(arg)
-        if isinstance(arg, type):
+        if isinstance(arg, nn.Module):  # as `checkpoint(layer, x)` calls it
+            recorder.enter_module(arg)
+        elif isinstance(arg, type):
             recorder.read_class(arg)
         elif recorder.place_of(arg) is not None:
             recorder.read_deep(arg)

@@ -53,6 +53,7 @@ _STDLIB_LEFT_OUT = tuple(
 _LIBRARIES = tuple(os.path.realpath(library.__path__[0]) + os.sep for library in (np, sympy))
 _WHOLESTEP = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 _is_followed: dict[str, bool] = {}
+_HEAP_TYPE = 1 << 9
 
 
 def is_followed_file(filename: str) -> bool:
@@ -108,7 +109,7 @@ class Followers:
 
     def operators(self, cls: type) -> Iterator[FunctionType]:
         """Functions that Python calls by itself on objects of a class that has not been seen before."""
-        if cls in self._classes:
+        if cls in self._classes or not cls.__flags__ & _HEAP_TYPE:
             return
         self._classes.add(cls)
         for base in cls.__mro__:

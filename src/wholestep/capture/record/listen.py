@@ -90,6 +90,7 @@ def _item(owner: Any, key: Any) -> Any:
         return owner
     recorder.is_deaf = True
     try:
+        recorder.follow_operators(owner)
         reads.read_subscript(recorder, owner, key)
         is_table = type(key) is Number and type(owner) in (list, tuple, np.ndarray)
         return Table(recorder.ledger, owner) if is_table else owner
@@ -124,11 +125,13 @@ def _set_slice(recorder: Recorder, value: Any, owner: Any, start: Any, stop: Any
 
 @_hook(1)
 def _iterate(recorder: Recorder, owner: Any) -> None:
+    recorder.follow_operators(owner)
     reads.read_through(recorder, owner)
 
 
 @_hook(0)
 def _contains(recorder: Recorder, key: Any, owner: Any) -> None:
+    recorder.follow_operators(owner)
     if type(owner) in _QUIET or recorder.place_of(owner) is None:
         return
     if isinstance(owner, dict):
@@ -141,6 +144,7 @@ def _contains(recorder: Recorder, key: Any, owner: Any) -> None:
 @_hook(2)
 def _operands(recorder: Recorder, left: Any, right: Any) -> None:
     for owner in (left, right):
+        recorder.follow_operators(owner)
         if id(owner) in recorder.drawn_arrays:
             recorder.refuse("computes with an array that it has drawn", "Draw with torch, or outside the step")
         if isinstance(owner, (*CONTAINERS, np.ndarray)):
@@ -167,6 +171,7 @@ def _identity(recorder: Recorder, left: Any, right: Any) -> None:
 
 @_hook(1)
 def _formatted(recorder: Recorder, value: Any) -> None:
+    recorder.follow_operators(value)
     recorder.read_deep(value)
 
 
@@ -177,6 +182,7 @@ def _entered(recorder: Recorder, manager: Any) -> None:
 
 @_hook(1)
 def _truth(recorder: Recorder, value: Any) -> None:
+    recorder.follow_operators(value)
     if isinstance(value, CONTAINERS) and recorder.place_of(value) is not None:
         recorder.read_truth(value)
 

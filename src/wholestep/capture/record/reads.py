@@ -41,13 +41,16 @@ def find_attribute(recorder: Recorder, owner: Any, name: str, place: Place | Non
         if isinstance(member, MemberDescriptorType):
             recorder.read_slot(owner, name)
         return
+    if member is not ABSENT and hasattr(type(member), "__get__"):
+        recorder.follow_operators(member)
     if place is None:
         recorder.follow_all(member)
+        recorder.follow_operators(owner)
         return
     namespace = recorder.namespace_of(owner)
     if namespace is not None and name in namespace:
         recorder.read_item(namespace, name)
-    elif isinstance(owner, nn.Module) and _read_from_module(recorder, owner, name):
+    elif isinstance(owner, nn.Module) and _is_part(owner, name):
         return
     elif member is not ABSENT:
         if namespace is not None:
@@ -98,15 +101,9 @@ def read_from_class(recorder: Recorder, cls: type, name: str) -> None:
 _HEAP_TYPE = 1 << 9
 
 
-def _read_from_module(recorder: Recorder, module: nn.Module, name: str) -> bool:
-    """A submodule is a place; parameters and buffers are inputs of the graph, and guarded as such."""
-    children = vars(module)["_modules"]
-    if name in children:
-        recorder.namespace_of(module)
-        recorder.read_item(vars(module), "_modules")
-        recorder.read_item(children, name)
-        return True
-    return name in vars(module)["_parameters"] or name in vars(module)["_buffers"]
+def _is_part(module: nn.Module, name: str) -> bool:
+    """Parameters and buffers are inputs of the graph, and submodules its structure: all are guarded as such."""
+    return any(name in vars(module)[part] for part in ("_parameters", "_buffers", "_modules"))
 
 
 def _class_member(cls: type, name: str) -> Any:

@@ -567,6 +567,12 @@ class Recorder:
         for function in self.followers.operators(type(owner)):
             self.follow(function)
 
+    def follow_class(self, cls: type) -> None:
+        """Follow all that a class defines: somebody whom we cannot follow will call some of it."""
+        for base in cls.__mro__:
+            for member in list(vars(base).values()):
+                self.follow_all(member)
+
     def refuse(self, what: str, advice: str) -> None:
         raise CaptureError(f"the step {what}", location=source.current_location(), advice=advice)
 
