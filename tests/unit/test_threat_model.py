@@ -24,6 +24,8 @@ OBJECTS = re.compile(r"dist\.\w+_object(_list)?")
 
 # file -> what it may use, for the reason that the page gives
 KNOWN: dict[str, set[str]] = {
+    "capture/record/guard.py": {"exec"},  # of text made from numbered names and keys as Python writes them
+    "capture/record/program.py": {"exec"},  # likewise, of arithmetic on numbered names
     "runtime/codegen.py": {"exec"},  # of text made from a graph whose names were checked
     "runtime/checkpoint/metadata.py": {"pickle"},  # an interpreter that makes records
     "runtime/checkpoint/reading.py": {"pickle", "torch.load"},  # its error; with weights_only

@@ -222,6 +222,9 @@ def _recording(call: _Call, result: Collected, graph: StepGraph) -> Recording:
     recorder = call.recorder
     slots = {lifted.slot.id for lifted in call.session.lifted.values() if lifted.slot.kind is SlotKind.NUMBER}
     needed = [*recorder.needed, *(slot_id.removeprefix(f"{SlotKind.NUMBER}.") for slot_id in slots)]
+    for root in recorder.roots:
+        if root.key is ARGUMENTS:
+            root.forget_objects()
     program = Program(recorder.ledger, needed, tuple(recorder.generators))
     return Recording(tuple(recorder.roots), program, result.effects, call.numbers, call.session.numbers)
 

@@ -66,8 +66,9 @@ class Places:
 class Journal:
     """What one graph was given of the call before, and what it has done with it.
 
-    `tries` has a list for each wait: None when it began, the tensor when it ended. PyTorch forgets a collective that
-    has been waited for, also if it failed; waiting again would find nothing to wait for and return rubbish.
+    `tries` has a list for each wait: None when it began, the tensor when it ended, until that is among what is `done`.
+    PyTorch forgets a collective that has been waited for, also if it failed; waiting again would find nothing to wait
+    for and return rubbish.
     """
 
     def __init__(self, places: Places, given: list[Any]) -> None:
@@ -93,6 +94,8 @@ class Journal:
 
     def wait(self, index: int, function: Callable[..., Any], value: Any) -> None:
         """Wait for a collective, unless that has been done."""
+        if self.done[index] is not None:
+            return
         tried = self.tries[index]
         todo = chain((None,), map(function, (value,)))
         if not tried:
@@ -100,6 +103,7 @@ class Journal:
         if tried[-1] is None:
             raise RankError("communication that an update needs has failed before")
         self.done[index] = tried[-1]
+        tried[-1] = GONE  # a whole bucket: it must not outlive its last use
 
     def run(self, index: int, function: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> None:
         """Run an op that returns something, unless that has been done."""

@@ -243,7 +243,8 @@ def _give(recorder: Recorder, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
             continue
         recorder.follow_all(arg)
         if isinstance(arg, nn.Module):  # as `checkpoint(layer, x)` calls it
-            recorder.enter_module(arg)
+            if id(arg) in recorder.known_modules:
+                recorder.enter_module(arg)
         elif isinstance(arg, type):
             recorder.read_class(arg)
         elif recorder.place_of(arg) is not None:

@@ -93,9 +93,9 @@ class Followers:
             return None
         try:
             instrumented = self.instrumenter.instrumented(code)
-        except UnknownInstruction as error:
+        except (UnknownInstruction, AssertionError) as error:  # the latter is how torch's assembler says so
             raise CaptureError(
-                f"{function.__qualname__} uses an instruction of Python that cannot be followed ({error})",
+                f"{function.__qualname__} uses instructions of Python that cannot be followed ({error})",
                 location=f"{code.co_filename}:{code.co_firstlineno}",
                 advice="Call it outside the step",
             ) from error
@@ -113,6 +113,8 @@ class Followers:
             return
         self._classes.add(cls)
         for base in cls.__mro__:
+            if base.__module__.split(".")[0] in ("torch", "builtins"):
+                continue
             for name, member in list(vars(base).items()):
                 if isinstance(member, FunctionType) and name.startswith("__") and name.endswith("__"):
                     yield member

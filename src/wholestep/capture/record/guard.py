@@ -71,7 +71,7 @@ class ReadGuard:
                 now[place] = call if place.key is ARGUMENTS else place.key
                 continue
             value = now[place] = take(now[place.parent], place.step, place.key)
-            if self._is_as_expected(place, value):
+            if place.is_given or self._is_as_expected(place, value):
                 continue
             numbers = _changed_numbers(place.value, value) if place.expectation is Expectation.VALUE else None
             if numbers is None:
@@ -95,7 +95,7 @@ class ReadGuard:
         if expected is Expectation.SAME:
             return value is place.value
         if expected in (Expectation.OPEN, Expectation.NUMBER):
-            return type(value) is type(value_of(place.value))
+            return type(value) is place.kind
         if expected is Expectation.TENSOR:
             return self._fits(place.value, value)
         if expected is Expectation.ARRAY:

@@ -32,7 +32,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from wholestep.capture.record.numbers import is_number
+from wholestep.capture.record.numbers import is_number, value_of
 
 
 class Step(enum.Enum):
@@ -124,6 +124,18 @@ class Place:
     """Another place that the same object was found at; both must hold one object."""
     is_given: bool = False
     """Whether it is a container among the arguments, of which the trace has a copy."""
+    kind: type = type(None)
+    """The type of what was found."""
+
+    def __post_init__(self) -> None:
+        self.kind = type(value_of(self.value))
+
+    def forget_objects(self) -> None:
+        """Let go of objects here and further on: those of one call's arguments, some of them the trace's own."""
+        if self.expectation is Expectation.OPEN or self.is_given:
+            self.value = None
+        for child in self.children.values():
+            child.forget_objects()
 
     @property
     def path(self) -> tuple[Any, ...]:

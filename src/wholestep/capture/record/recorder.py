@@ -465,7 +465,7 @@ class Recorder:
             return
         self._entered.add(id(module))
         self._alive.append(module)
-        if id(module) not in self.known_modules:
+        if id(module) not in self.known_modules and id(module) in self._places:
             raise Missed(module)
         self.read_attribute(module, "forward")
         self.follow_operators(module)
