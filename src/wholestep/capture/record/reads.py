@@ -35,6 +35,9 @@ def read_attribute(recorder: Recorder, owner: Any, name: str) -> None:
 
 def find_attribute(recorder: Recorder, owner: Any, name: str, place: Place | None) -> None:
     """An attribute of an object, as `object.__getattribute__` finds it."""
+    if name == "__dict__":
+        recorder.namespace_of(owner)
+        return
     member = _class_member(type(owner), name)
     if _is_data_descriptor(member):
         recorder.follow_all(member)
