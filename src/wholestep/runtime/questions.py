@@ -17,7 +17,7 @@ def question_guards(capture: Capture) -> list[Check]:
 
     def check(now: Call) -> str | None:
         try:
-            found = graph.run(now.leaves)
+            found, _ = graph.run(now.leaves)
         except (RuntimeError, IndexError) as error:  # after another answer, later questions may make no sense
             return f"a value that the step looks at cannot be computed any more ({str(error).splitlines()[0]})"
         if found == expected:
