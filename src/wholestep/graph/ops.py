@@ -143,3 +143,24 @@ def getitem_index(node: fx.Node) -> int | None:
         return None
     index = node.args[1]
     return index if isinstance(index, int) else None
+
+
+def with_plain_numbers(
+    target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Arguments that fake tensors can be called with: some number where an operator wants a plain one.
+
+    Options of fused optimizers may be inputs of the graph; no fake value depends on them.
+    """
+    if not _torch.is_op_overload(target):
+        return args, kwargs
+    plain = {argument.name for argument in _torch.schema(target).arguments if str(argument.type) == "float"}
+    names = [argument.name for argument in _torch.schema(target).arguments]
+
+    def exchanged(name: str, value: Any) -> Any:
+        return 0.5 if name in plain and isinstance(value, torch.SymFloat) else value
+
+    return (
+        tuple(exchanged(name, value) for name, value in zip(names, args, strict=False)),
+        {name: exchanged(name, value) for name, value in kwargs.items()},
+    )

@@ -188,6 +188,7 @@ class StepGraph:
         with place:
             node = self.graph.call_function(target, args, kwargs or {})
         fake_args, fake_kwargs = map_nodes((args, kwargs or {}), lambda source: source.meta["val"])
+        fake_args, fake_kwargs = ops.with_plain_numbers(target, fake_args, fake_kwargs)
         with self.fake_mode, torch.no_grad():
             node.meta["val"] = target(*fake_args, **fake_kwargs)
         for key in ("fqn", "source", "twin", "applies", "loss_head"):

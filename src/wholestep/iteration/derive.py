@@ -130,6 +130,7 @@ class _Derivation:
         if not _has_tensors(node.meta["val"]):
             return
         args, kwargs = map_nodes((node.args, node.kwargs), lambda source: source.meta["val"])
+        args, kwargs = ops.with_plain_numbers(node.target, args, kwargs)
         with self.source.fake_mode, torch.no_grad():
             node.meta["val"] = cast(Any, node.target)(*args, **kwargs)
 
