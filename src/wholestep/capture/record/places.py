@@ -124,7 +124,7 @@ class Place:
     """Another place that the same object was found at; both must hold one object."""
     is_given: bool = False
     """Whether it is a container among the arguments, of which the trace has a copy."""
-    kind: type = type(None)
+    kind: type = field(init=False)
     """The type of what was found."""
 
     def __post_init__(self) -> None:
