@@ -193,5 +193,5 @@ def _torchs_children(value: nn.Module | torch.optim.Optimizer, children: list[Ch
         return [(way, _ByValue(item) if way == "._buffers" else item) for way, item in children]
     own = [(way, item) for way, item in children if not way.startswith("._")]
     states = {parameter: state for parameter, state in value.state.items() if state}
-    torchs = {".state": _ByValue(states), ".defaults": _ByValue(value.defaults)}
+    torchs = {".state": _ByValue(states), ".defaults": _ByValue(getattr(value, "defaults", None))}
     return [(way, torchs.get(way, item)) for way, item in own]

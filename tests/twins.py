@@ -136,6 +136,10 @@ class Twins:
         return self._kept[1][-1]
 
     def _look(self, side: int) -> Picture:
+        # Whoever looks has waiting updates applied; a picture looks past the ways in which that is noticed.
+        for value in vars(self.worlds[side]).values():
+            if isinstance(value, nn.Module):
+                list(value.parameters())
         roots = {**vars(self.worlds[side]), "step": self._functions[side]}
         seen, self._before[side] = picture(roots, self._before[side], torchs_by_value=True)
         return seen

@@ -160,7 +160,7 @@ class Recorder:
     def add_optimizer(self, optimizer: Optimizer, label: str) -> None:
         """An optimizer that takes part: its groups and its state are guarded as such."""
         self.root(optimizer, label)
-        for owner in (optimizer.param_groups, *optimizer.param_groups, optimizer.state, optimizer.defaults):
+        for owner in (optimizer.param_groups, *optimizer.param_groups, optimizer.state):
             self.manage(owner)
         if type(optimizer).__module__.startswith("torch.optim"):  # flags of its own, which mean nothing to others
             self.manage(vars(optimizer))
