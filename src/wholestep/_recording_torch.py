@@ -47,6 +47,16 @@ def sizes_are_shown(is_asking: Callable[[Any], bool]) -> Generator[None]:
         yield
 
 
+def num_hooks(owner: torch.nn.Module | torch.optim.Optimizer) -> tuple[int, ...]:
+    """How many hooks of each kind a module or optimizer has; hooks are traced, so a new one needs a new capture."""
+    return tuple([len(value) for name, value in vars(owner).items() if name.endswith("_hooks")])
+
+
+def num_hooks_ever() -> int:
+    """How many hooks have been registered in this process: the same number means that none was added anywhere."""
+    return torch.utils.hooks.RemovableHandle.next_id
+
+
 def _nothing(_: Any = None) -> torch.Tensor:
     return torch.empty(0)
 

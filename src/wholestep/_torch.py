@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
 from typing import Any
 from unittest import mock
 
@@ -84,10 +84,17 @@ FUSED_OPTIMIZERS: dict[Callable[..., Any], Any] = {
 
 
 @contextlib.contextmanager
-def real_kernels() -> Generator[None]:
+def real_kernels(cuda_devices: Iterable[torch.device] = ()) -> Generator[None]:
     """Call operators on real tensors in the middle of a trace, below autocast, drawing no random numbers."""
-    with _disable_current_modes(), torch._C._DisableAutocast(), torch.random.fork_rng(devices=[]), torch.no_grad():
-        yield
+    # Not by `fork_rng`: what it calls are ops of a step that is traced.
+    cuda = [torch.cuda.default_generators[torch.cuda._utils._get_device_index(device)] for device in cuda_devices]
+    states = [(generator, generator.get_state()) for generator in (torch.default_generator, *cuda)]
+    try:
+        with _disable_current_modes(), torch._C._DisableAutocast(), torch.no_grad():
+            yield
+    finally:
+        for generator, state in states:
+            generator.set_state(state)
 
 
 @contextlib.contextmanager
@@ -443,16 +450,6 @@ def carry_hooks(
 def num_tensor_hooks(tensor: torch.Tensor) -> int:
     """How many hooks a leaf has."""
     return len(tensor._backward_hooks or ()) + len(getattr(tensor, "_post_accumulate_grad_hooks", None) or ())
-
-
-def num_hooks(owner: torch.nn.Module | Optimizer) -> tuple[int, ...]:
-    """How many hooks of each kind a module or optimizer has; hooks are traced, so a new one needs a new capture."""
-    return tuple([len(value) for name, value in vars(owner).items() if name.endswith("_hooks")])
-
-
-def num_hooks_ever() -> int:
-    """How many hooks have been registered in this process: the same number means that none was added anywhere."""
-    return torch.utils.hooks.RemovableHandle.next_id
 
 
 def mark_stepped(optimizer: Optimizer) -> None:

@@ -95,7 +95,7 @@ class TrueLayouts(_torch.FakeTensorMode):
             return []
         devices = {tensor.device for tensor in inputs if tensor.device.type == "cuda"}
         draws = torch.Tag.nondeterministic_seeded in _torch.tags(func)
-        with _torch.real_kernels(), torch.random.fork_rng(devices=devices if draws else []):
+        with _torch.real_kernels(devices if draws else ()):
             try:
                 real_args, real_kwargs = _torch.tree_map_only((torch.Tensor, torch.SymInt), _real, (args, kwargs))
                 return [tensor.stride() for tensor in _tensors(func(*real_args, **real_kwargs))]

@@ -206,7 +206,7 @@ def _clocked_us(call: Callable[[], Any], device: torch.device, num_calls: int) -
 @contextlib.contextmanager
 def undisturbed(device: torch.device) -> Generator[None]:
     """Run ops below modes, autocast and autograd; random numbers drawn here are not missed afterwards."""
-    with _torch.real_kernels(), torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+    with _torch.real_kernels([device] if device.type == "cuda" else ()):
         yield
 
 

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from wholestep import _torch
+from wholestep import _recording_torch, _torch
 from wholestep.capture import Capture, discover, tree
 from wholestep.capture.binding import Argument, FixedTensor
 from wholestep.capture.capture import argument_paths
@@ -200,18 +200,18 @@ def _structure_guard(name: str, root: nn.Module) -> Check:
     modules = [module for _, module in root.named_modules(remove_duplicate=False)]
     children = [_torch.own_modules(module) for module in modules]
     expected = [dict(own) for own in children]
-    num_hooks = [_torch.num_hooks(module) for module in modules]
-    last_hook = _torch.num_hooks_ever()
+    num_hooks = [_recording_torch.num_hooks(module) for module in modules]
+    last_hook = _recording_torch.num_hooks_ever()
 
     def check(_: Call) -> str | None:
         nonlocal last_hook
         if children != expected:
             return f"the submodules of '{name}' changed"
-        if _torch.num_hooks_ever() == last_hook and not any(map(any, num_hooks)):
+        if _recording_torch.num_hooks_ever() == last_hook and not any(map(any, num_hooks)):
             return None
-        if [_torch.num_hooks(module) for module in modules] != num_hooks:
+        if [_recording_torch.num_hooks(module) for module in modules] != num_hooks:
             return f"hooks were added to or removed from a module of '{name}'"
-        last_hook = _torch.num_hooks_ever()
+        last_hook = _recording_torch.num_hooks_ever()
         return None
 
     return check
@@ -226,12 +226,12 @@ def _optimizer_guard(name: str, optimizer: Optimizer, symbolic: frozenset[tuple[
     """Parameter groups, every option but learning rates and numbers that may change, and which state exists."""
     groups = [(list(group["params"]), _options(group)) for group in optimizer.param_groups]
     members = [p for params, _ in groups for p in params]
-    num_hooks = _torch.num_hooks(optimizer)
+    num_hooks = _recording_torch.num_hooks(optimizer)
     rates = _shared_rates(optimizer)
     state_keys = [tuple(optimizer.state[p]) if p in optimizer.state else () for p in members]
 
     def check(_: Call) -> str | Difference | None:
-        if _torch.num_hooks(optimizer) != num_hooks:
+        if _recording_torch.num_hooks(optimizer) != num_hooks:
             return f"hooks were added to or removed from {name}"
         if len(optimizer.param_groups) != len(groups):
             return f"{name} has {len(optimizer.param_groups)} parameter groups instead of {len(groups)}"

@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 
 from wholestep import _torch
 from wholestep.capture import Capture, tree
-from wholestep.capture.binding import FixedTensor
+from wholestep.capture.binding import AtPlace, FixedTensor
 from wholestep.graph import SlotKind
 from wholestep.runtime.guards import Call
 
@@ -68,6 +68,7 @@ class World:
         held += [b for module in submodules for b in _torch.own_buffers(module).values() if b is not None]
         held += [leaf for leaf in call.leaves if isinstance(leaf, torch.Tensor)]
         held += [where.tensor for where in capture.bindings.values() if isinstance(where, FixedTensor)]
+        held += [where.read([]) for where in capture.bindings.values() if isinstance(where, AtPlace)]
         held += [v for opt in optimizers for s in opt.state.values() for v in s.values() if isinstance(v, torch.Tensor)]
         return World(
             tensors=[(tensor, tensor.detach().clone()) for tensor in held],

@@ -1,10 +1,11 @@
 """`verify=N`: silent while the step is right, precise when it is wrong, and without a trace either way."""
 
-import itertools
+import contextlib
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, ClassVar
+from unittest import mock
 
 import pytest
 import torch
@@ -59,14 +60,22 @@ class Regularised(SmallNet):
         return super().forward(F.dropout(self.norm(features), 0.5))
 
 
-def counted(runs: Iterator[int]) -> Callable[..., Tensor]:
-    """A step that takes a number each time its Python runs."""
+@contextlib.contextmanager
+def counting_runs(at: Callable[[int], None] = lambda number: None) -> Iterator[list[int]]:
+    """The numbers of the backwards that Python has run, which `at` is told when they begin.
 
-    def step(model: nn.Module, optimizer: Optimizer, features: Tensor, targets: Tensor) -> Tensor:
-        next(runs)
-        return mse_step(model, optimizer, features, targets)
+    A count that the step itself keeps would go on at every call, captured or not.
+    """
+    original = torch.autograd.backward
+    runs: list[int] = []
 
-    return step
+    def backward(*args: Any, **kwargs: Any) -> None:
+        runs.append(len(runs))
+        at(runs[-1])
+        original(*args, **kwargs)
+
+    with mock.patch.object(torch.autograd, "backward", backward):
+        yield runs
 
 
 def sgd(parameters: Any) -> Optimizer:
@@ -82,11 +91,12 @@ def world_of(make_model: Callable[[], nn.Module] = SmallNet) -> World:
 
 @pytest.mark.parametrize("number", [0, 1, 3])
 def test_the_first_steps_run_in_eager_too_and_the_others_do_not(number: int) -> None:
-    world, runs = world_of(), itertools.count()
-    step = wholestep.compile(counted(runs), verify=number)
-    for _ in range(5):
-        step(world.model, world.optimizer, X, Y)
-    assert next(runs) == 1 + number  # once to capture
+    world = world_of()
+    step = wholestep.compile(mse_step, verify=number)
+    with counting_runs() as runs:
+        for _ in range(5):
+            step(world.model, world.optimizer, X, Y)
+    assert len(runs) == 1 + number  # once to capture
     assert step.num_captures == 1
 
 
@@ -132,13 +142,14 @@ def test_nan_is_equal_to_nan() -> None:
 
 def test_the_environment_can_ask_for_verification(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WHOLESTEP_VERIFY", "2")
-    asked, declined = itertools.count(), itertools.count()
-    steps = [wholestep.compile(counted(asked)), wholestep.compile(counted(declined), verify=0)]
-    for step in steps:
+    counts: list[int] = []
+    for step in (wholestep.compile(mse_step), wholestep.compile(mse_step, verify=0)):
         world = world_of()
-        for _ in range(4):
-            step(world.model, world.optimizer, X, Y)
-    assert (next(asked), next(declined)) == (3, 1)
+        with counting_runs() as runs:
+            for _ in range(4):
+                step(world.model, world.optimizer, X, Y)
+        counts.append(len(runs))
+    assert counts == [3, 1]
 
 
 def test_the_gradient_of_an_argument_is_accumulated_once() -> None:
@@ -241,19 +252,15 @@ def test_a_wrong_first_step_leaves_the_optimizer_without_state() -> None:
 
 
 def test_a_step_that_fails_while_it_is_verified_leaves_everything_as_it_was() -> None:
-    runs = itertools.count()
-
-    def step(model: nn.Module, optimizer: Optimizer, features: Tensor, targets: Tensor) -> Tensor:
-        loss = mse_step(model, optimizer, features, targets)
-        if next(runs) == 1:  # captured before, verified now
+    def interrupt(number: int) -> None:
+        if number == 1:  # captured before, verified now
             raise KeyboardInterrupt
-        return loss
 
     world = world_of(Regularised)
     mse_step(world.model, world.optimizer, X, Y)
     before = observe(world) | {"rng": torch.get_rng_state()}
-    with pytest.raises(KeyboardInterrupt):
-        wholestep.compile(step, verify=1)(world.model, world.optimizer, X, Y)
+    with counting_runs(interrupt), pytest.raises(KeyboardInterrupt):
+        wholestep.compile(mse_step, verify=1)(world.model, world.optimizer, X, Y)
     after = observe(world) | {"rng": torch.get_rng_state()}
     assert [name for name, value in before.items() if not torch.equal(value, after[name])] == []
 

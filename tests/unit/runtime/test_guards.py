@@ -178,7 +178,7 @@ def test_train_and_eval_are_two_captures_and_then_none() -> None:
     twins.change(lambda world: world.model.eval())
     twins.steps(2, X, Y)
     assert twins.num_captures == 2
-    assert "'training' of module" in twins.reasons[0]
+    assert ".training' changed" in twins.reasons[0]
     for _ in range(2):
         twins.change(lambda world: world.model.train())
         twins.step(X, Y)
@@ -192,7 +192,7 @@ def test_one_submodule_in_eval() -> None:
     twins.step(X, Y)
     twins.change(lambda world: world.model.norm.eval())
     twins.step(X, Y)
-    assert twins.reasons == ("'training' of module 'norm' changed from True to False",)
+    assert twins.reasons == ("'model.norm.training' changed from True to False",)
 
 
 def test_freezing_and_thawing_a_layer() -> None:
@@ -247,7 +247,7 @@ def test_a_module_attribute() -> None:
     twins.change(lambda world: setattr(world.model.dropout, "p", 0.25))
     twins.steps(2, X, Y)
     assert twins.num_captures == 2
-    assert twins.reasons == ("'p' of module 'dropout' changed from 0.5 to 0.25",)
+    assert twins.reasons == ("'model.dropout.p' changed from 0.5 to 0.25",)
     twins.change(lambda world: setattr(world.model.dropout, "p", 0.5))
     twins.step(X, Y)
     assert twins.num_captures == 2
@@ -399,7 +399,7 @@ def test_a_global_number(monkeypatch: pytest.MonkeyPatch) -> None:
     twins.step(X, Y)
     monkeypatch.setitem(globals(), "FACTOR", 2.0)
     twins.steps(2, X, Y)
-    assert twins.reasons == ("'FACTOR', which the step reads from outside, changed from 1.0 to 2.0",)
+    assert twins.reasons == (f"'{__name__}.FACTOR' changed from 1.0 to 2.0",)
     monkeypatch.setitem(globals(), "FACTOR", 1.0)
     twins.step(X, Y)
     assert twins.num_captures == 2
@@ -415,7 +415,7 @@ def test_a_closure_number() -> None:
     twins.step(X, Y)
     factor = 2.0
     twins.steps(2, X, Y)
-    assert twins.reasons == ("'factor', which the step reads from outside, changed from 1.0 to 2.0",)
+    assert twins.reasons == ("'factor' changed from 1.0 to 2.0",)
 
 
 def test_a_closure_tensor() -> None:
@@ -429,7 +429,10 @@ def test_a_closure_tensor() -> None:
     weight.mul_(2)  # its value is read anew by every call
     twins.step(X, Y)
     assert twins.num_captures == 1
-    weight = torch.full((3,), 5.0)
+    weight = torch.full((3,), 5.0)  # so is another tensor of the same type
+    twins.steps(2, X, Y)
+    assert twins.num_captures == 1
+    weight = torch.full((1,), 5.0)
     twins.steps(2, X, Y)
     assert twins.num_captures == 2
 
@@ -744,16 +747,16 @@ def test_the_cache_keeps_what_fits_and_forgets_the_oldest(monkeypatch: pytest.Mo
 def test_many_recompiles_are_warned_of_once(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     monkeypatch.setenv("WHOLESTEP_RECOMPILE_WARNING", "3")
 
-    def step(model: nn.Module, optimizer: Optimizer, features: Tensor, targets: Tensor, number: int) -> Tensor:
-        return mse_step(model, optimizer, features, targets * number)
+    def step(model: nn.Module, optimizer: Optimizer, features: Tensor, targets: Tensor, number: str) -> Tensor:
+        return mse_step(model, optimizer, features, targets * len(number))
 
     twins = Twins(small_world(), step)
     with caplog.at_level(logging.WARNING, logger="wholestep"):
         for number in range(6):
-            twins.step(X, Y, number)
+            twins.step(X, Y, str(number))
     warned = [record.getMessage() for record in caplog.records if "has been recompiled 3 times" in record.getMessage()]
     assert len(warned) == 1
-    assert "number changed from 2 to 3" in warned[0]
+    assert "number changed from '2' to '3'" in warned[0]
     assert "should be tensors" in warned[0]
 
 
