@@ -13,6 +13,7 @@ from typing import Any
 from unittest import mock
 
 import torch
+from torch._C._dynamo import guards as _guards
 
 from wholestep._torch import outside_modes
 
@@ -50,6 +51,24 @@ def sizes_are_shown(is_asking: Callable[[Any], bool]) -> Generator[None]:
 def num_hooks(owner: torch.nn.Module | torch.optim.Optimizer) -> tuple[int, ...]:
     """How many hooks of each kind a module or optimizer has; hooks are traced, so a new one needs a new capture."""
     return tuple([len(value) for name, value in vars(owner).items() if name.endswith("_hooks")])
+
+
+# The properties of `torch.backends` that say so, without their detour.
+is_cudnn_enabled: Callable[[], bool] = torch._C._get_cudnn_enabled
+is_mkldnn_enabled: Callable[[], bool] = torch._C._get_mkldnn_enabled
+# Default devices are such modes.
+num_function_modes: Callable[[], int] = torch._C._len_torch_function_stack
+
+# A number that changes with every write to a dict.
+dict_version: Callable[[dict[Any, Any]], int] = _guards.dict_version
+
+
+def tensor_types(tensors: list[torch.Tensor]) -> Callable[..., bool]:
+    """A check of whether tensors still have the sizes, strides, dtypes, devices and classes they have now.
+
+    Asked in C++. It may also say no when only a mode of torch has changed.
+    """
+    return _guards.TensorGuards(*tensors, dynamic_dims_sizes=None, dynamic_dims_strides=None).check
 
 
 def num_hooks_ever() -> int:

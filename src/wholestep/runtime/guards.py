@@ -8,6 +8,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,7 +17,7 @@ from torch.optim import Optimizer
 
 from wholestep import _recording_torch, _torch
 from wholestep.capture import Capture, discover, tree
-from wholestep.capture.binding import Argument, FixedTensor
+from wholestep.capture.binding import Argument, BufferOf, FixedTensor, StateOf
 from wholestep.capture.capture import argument_paths
 from wholestep.capture.record import Difference
 from wholestep.capture.record.places import Rooted, Step, is_plain, same
@@ -170,49 +171,88 @@ class _BatchSizes:
         return None
 
 
+class _Contents:
+    """Whether nobody has written to some dicts since they were last looked at."""
+
+    def __init__(self, dicts: list[dict[Any, Any]]) -> None:
+        self.dicts = dicts
+        self.look()
+
+    def look(self) -> None:
+        self._versions = [*map(_recording_torch.dict_version, self.dicts)]
+
+    def are_as_seen(self) -> bool:
+        return [*map(_recording_torch.dict_version, self.dicts)] == self._versions
+
+
+class _Hooks:
+    """Whether as many hooks are there as before. None can come where none was added to anything in the process."""
+
+    def __init__(self, counts: list[Callable[[], Any]]) -> None:
+        self._counts = counts
+        self._before = [count() for count in counts]
+        self._could_go = any(any(found) if isinstance(found, tuple) else found for found in self._before)
+        self._num_ever = _recording_torch.num_hooks_ever()
+
+    def as_before(self) -> bool:
+        num_ever = _recording_torch.num_hooks_ever()
+        if num_ever == self._num_ever and not self._could_go:
+            return True
+        if [count() for count in self._counts] != self._before:
+            return False
+        self._num_ever = num_ever
+        return True
+
+
 def _environment_guard() -> Check:
     """Global switches of torch that tracing bakes into the graph."""
-    expected = environment()
+    expected = [switch() for switch in _SWITCHES.values()]
 
     def check(_: Call) -> str | None:
-        now = environment()
+        now = [switch() for switch in _SWITCHES.values()]
         if now == expected:
             return None
-        changed = [name for name in now if now[name] != expected[name]]
-        return f"{changed[0]} changed from {expected[changed[0]]} to {now[changed[0]]}"
+        name, old, new = next(
+            (name, old, new) for name, old, new in zip(_SWITCHES, expected, now, strict=True) if old != new
+        )
+        return f"{name} changed from {old} to {new}"
 
     return check
 
 
-def environment() -> dict[str, Any]:
-    """The switches of torch that a captured graph depends on."""
-    return {
-        "torch.get_default_dtype()": torch.get_default_dtype(),
-        "torch.is_grad_enabled()": torch.is_grad_enabled(),
-        "autocast on cpu": torch.is_autocast_enabled("cpu") and torch.get_autocast_dtype("cpu"),
-        "autocast on cuda": torch.is_autocast_enabled("cuda") and torch.get_autocast_dtype("cuda"),
-        "torch.are_deterministic_algorithms_enabled()": torch.are_deterministic_algorithms_enabled(),
-    }
+# The switches of torch that a captured graph depends on: they choose dtypes, devices, and between operators.
+_SWITCHES: dict[str, Callable[[], Any]] = {
+    "torch.get_default_dtype()": torch.get_default_dtype,
+    "torch.get_default_device()": lambda: torch.get_default_device() if _recording_torch.num_function_modes() else None,
+    "torch.is_grad_enabled()": torch.is_grad_enabled,
+    "torch.is_inference_mode_enabled()": torch.is_inference_mode_enabled,
+    "autocast on cpu": lambda: torch.is_autocast_enabled("cpu") and torch.get_autocast_dtype("cpu"),
+    "autocast on cuda": lambda: torch.is_autocast_enabled("cuda") and torch.get_autocast_dtype("cuda"),
+    "torch.are_deterministic_algorithms_enabled()": torch.are_deterministic_algorithms_enabled,
+    "torch.get_float32_matmul_precision()": torch.get_float32_matmul_precision,
+    "torch.backends.cuda.flash_sdp_enabled()": torch.backends.cuda.flash_sdp_enabled,
+    "torch.backends.cuda.mem_efficient_sdp_enabled()": torch.backends.cuda.mem_efficient_sdp_enabled,
+    "torch.backends.cuda.math_sdp_enabled()": torch.backends.cuda.math_sdp_enabled,
+    "torch.backends.cuda.cudnn_sdp_enabled()": torch.backends.cuda.cudnn_sdp_enabled,
+    "torch.backends.mha.get_fastpath_enabled()": torch.backends.mha.get_fastpath_enabled,
+    "torch.backends.cudnn.enabled": _recording_torch.is_cudnn_enabled,
+    "torch.backends.mkldnn.enabled": _recording_torch.is_mkldnn_enabled,
+}
 
 
 def _structure_guard(name: str, root: nn.Module) -> Check:
     """Submodules and hooks of every module."""
     modules = [module for _, module in root.named_modules(remove_duplicate=False)]
-    children = [_torch.own_modules(module) for module in modules]
-    expected = [dict(own) for own in children]
-    num_hooks = [_recording_torch.num_hooks(module) for module in modules]
-    last_hook = _recording_torch.num_hooks_ever()
+    children = _Contents([_torch.own_modules(module) for module in modules])
+    expected = [dict(own) for own in children.dicts]
+    has_hooks = _Hooks([partial(_recording_torch.num_hooks, module) for module in modules])
 
     def check(_: Call) -> str | None:
-        nonlocal last_hook
-        if children != expected:
-            return f"the submodules of '{name}' changed"
-        if _recording_torch.num_hooks_ever() == last_hook and not any(map(any, num_hooks)):
-            return None
-        if [_recording_torch.num_hooks(module) for module in modules] != num_hooks:
-            return f"hooks were added to or removed from a module of '{name}'"
-        last_hook = _recording_torch.num_hooks_ever()
-        return None
+        if not children.are_as_seen():
+            if children.dicts != expected:
+                return f"the submodules of '{name}' changed"
+            children.look()
+        return None if has_hooks.as_before() else f"hooks were added to or removed from a module of '{name}'"
 
     return check
 
@@ -226,12 +266,14 @@ def _optimizer_guard(name: str, optimizer: Optimizer, symbolic: frozenset[tuple[
     """Parameter groups, every option but learning rates and numbers that may change, and which state exists."""
     groups = [(list(group["params"]), _options(group)) for group in optimizer.param_groups]
     members = [p for params, _ in groups for p in params]
-    num_hooks = _recording_torch.num_hooks(optimizer)
+    has_hooks = _Hooks([partial(_recording_torch.num_hooks, optimizer)])
     rates = _shared_rates(optimizer)
-    state_keys = [tuple(optimizer.state[p]) if p in optimizer.state else () for p in members]
+    state_keys = _state_keys(optimizer, members)
+    state = _State([optimizer])
 
     def check(_: Call) -> str | Difference | None:
-        if _recording_torch.num_hooks(optimizer) != num_hooks:
+        nonlocal state
+        if not has_hooks.as_before():
             return f"hooks were added to or removed from {name}"
         if len(optimizer.param_groups) != len(groups):
             return f"{name} has {len(optimizer.param_groups)} parameter groups instead of {len(groups)}"
@@ -245,10 +287,31 @@ def _optimizer_guard(name: str, optimizer: Optimizer, symbolic: frozenset[tuple[
                     return difference
         if _shared_rates(optimizer) != rates:
             return f"parameter groups of {name} share their learning rate tensor in another way"
-        keys = [tuple(optimizer.state[p]) if p in optimizer.state else () for p in members]
-        return None if keys == state_keys else f"the state of {name} has other entries than before"
+        if not state.is_as_seen():
+            if _state_keys(optimizer, members) != state_keys:
+                return f"the state of {name} has other entries than before"
+            state = _State([optimizer])
+        return None
 
     return check
+
+
+def _state_keys(optimizer: Optimizer, members: list[torch.Tensor]) -> list[tuple[str, ...]]:
+    return [tuple(optimizer.state[p]) if p in optimizer.state else () for p in members]
+
+
+class _State:
+    """Whether nobody has written to the state of optimizers since this was made."""
+
+    def __init__(self, optimizers: list[Optimizer]) -> None:
+        self._optimizers = optimizers
+        self._states = [optimizer.state for optimizer in optimizers]
+        entries = [entries for state in self._states for entries in state.values() if isinstance(entries, dict)]
+        self._contents = _Contents([*self._states, *entries])
+
+    def is_as_seen(self) -> bool:
+        is_same = all(optimizer.state is state for optimizer, state in zip(self._optimizers, self._states, strict=True))
+        return is_same and self._contents.are_as_seen()
 
 
 def _option_difference(
@@ -307,16 +370,24 @@ def _parameters_guard(capture: Capture) -> Check:
     parameters = {id(p): p for _, _, _, values in records for p in values if p is not None}
     tensors = list(parameters.values())
     expected = [tensor_type(tensor) for tensor in tensors]
-    num_hooks = [_torch.num_tensor_hooks(tensor) for tensor in tensors]
+    has_hooks = _Hooks([partial(_torch.num_tensor_hooks, tensor) for tensor in tensors])
+    contents = _Contents([own for _, own, _, _ in records])
+    have_types_seen = _recording_torch.tensor_types(tensors)
 
     def check(_: Call) -> str | None:
-        if [_torch.num_tensor_hooks(tensor) for tensor in tensors] != num_hooks:
+        nonlocal have_types_seen
+        if not has_hooks.as_before():
             return "hooks were added to or removed from a parameter"
-        for path, own, keys, values in records:
-            if tuple(own) != keys or not all(map(operator.is_, own.values(), values)):
-                return f"a parameter of module '{path}' was replaced"
+        if not contents.are_as_seen():
+            for path, own, keys, values in records:
+                if tuple(own) != keys or not all(map(operator.is_, own.values(), values)):
+                    return f"a parameter of module '{path}' was replaced"
+            contents.look()
+        if have_types_seen(*tensors):
+            return None
         now = [tensor_type(tensor) for tensor in tensors]
         if now == expected:
+            have_types_seen = _recording_torch.tensor_types(tensors)
             return None
         old, new = next((old, new) for old, new in zip(expected, now, strict=True) if old != new)
         return f"a parameter changed: {_type_difference(old, new)}"
@@ -373,18 +444,22 @@ def _rebindable_guard(capture: Capture) -> Check:
     bindings = [
         (slot.id, capture.bindings[slot.id]) for slot in capture.graph.slots_of_kind(SlotKind.BUFFER, SlotKind.STATE)
     ]
-    seen = [where.read([]) for _, where in bindings]
-    expected = [_loose_type(value) for value in seen]
+    expected = [_loose_type(where.read([])) for _, where in bindings]
+    modules = {where.module: None for _, where in bindings if isinstance(where, BufferOf)}
+    optimizers = {where.optimizer: None for _, where in bindings if isinstance(where, StateOf)}
+    buffers = _Contents([_torch.own_buffers(module) for module in modules])
+    state = _State([*optimizers])
 
     def check(_: Call) -> str | None:
-        nonlocal seen
-        now = [where.read([]) for _, where in bindings]
-        if all(map(operator.is_, now, seen)):
+        nonlocal state
+        if buffers.are_as_seen() and state.is_as_seen():
             return None
-        for (slot_id, _where), value, old in zip(bindings, now, expected, strict=True):
+        for (slot_id, where), old in zip(bindings, expected, strict=True):
+            value = where.read([])
             if _loose_type(value) != old:
                 return f"{slot_id} changed from {old} to {_loose_type(value)}"
-        seen = now
+        buffers.look()
+        state = _State([*optimizers])
         return None
 
     return check

@@ -338,6 +338,38 @@ def test_the_default_dtype() -> None:
     assert "torch.get_default_dtype() changed" in twins.reasons[0]
 
 
+class Attending(SmallNet):
+    """With an op that torch chooses by its switches."""
+
+    def forward(self, features: Tensor) -> Tensor:
+        heads = features.reshape(1, 1, *features.shape)
+        return super().forward(F.scaled_dot_product_attention(heads, heads, heads)[0, 0])
+
+
+SWITCHES: dict[str, tuple[Callable[[], Any], str]] = {
+    "flash attention": (
+        lambda: torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH),
+        "torch.backends.cuda.flash_sdp_enabled()",
+    ),
+    "oneDNN": (lambda: torch.backends.mkldnn.flags(enabled=False, allow_tf32=None), "torch.backends.mkldnn.enabled"),
+    "cuDNN": (lambda: torch.backends.cudnn.flags(enabled=False), "torch.backends.cudnn.enabled"),
+    "device": (lambda: torch.device("cpu"), "torch.get_default_device()"),
+}
+
+
+@pytest.mark.parametrize("kind", SWITCHES)
+def test_switches_of_torch(kind: str) -> None:
+    switched, name = SWITCHES[kind]
+    twins = Twins(small_world(Attending), mse_step)
+    twins.step(X, Y)
+    with switched():
+        twins.step(X, Y)
+        twins.step(OTHER_X, OTHER_Y)
+    twins.step(X, Y)
+    assert twins.num_captures == 2
+    assert f"{name} changed" in twins.reasons[0]
+
+
 def test_a_replaced_parameter() -> None:
     def replace(world: World) -> None:
         world.model.first.weight = nn.Parameter(torch.ones(5, 4))
