@@ -5,7 +5,7 @@ import logging
 from collections.abc import Callable
 from functools import partial
 from types import ModuleType, SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -351,7 +351,10 @@ SWITCHES: dict[str, tuple[Callable[[], Any], str]] = {
         lambda: torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH),
         "torch.backends.cuda.flash_sdp_enabled()",
     ),
-    "oneDNN": (lambda: torch.backends.mkldnn.flags(enabled=False, allow_tf32=None), "torch.backends.mkldnn.enabled"),
+    "oneDNN": (
+        lambda: torch.backends.mkldnn.flags(enabled=False, allow_tf32=cast(Any, None)),  # to set that warns
+        "torch.backends.mkldnn.enabled",
+    ),
     "cuDNN": (lambda: torch.backends.cudnn.flags(enabled=False), "torch.backends.cudnn.enabled"),
     "device": (lambda: torch.device("cpu"), "torch.get_default_device()"),
 }
