@@ -115,19 +115,27 @@ def _dict_change(kept: Kept, place: Place, templates: Templates, what: str) -> P
     """By key, and in the order in which a dict ends up: keys that were taken out and put in again go to its end."""
     now: dict[Any, Any] = dict(kept.owner)
     gone = [key for key in kept.before if key not in now]
-    new = {key: templates.of(value, what) for key, value in now.items() if kept.before.get(key, ABSENT) is not value}
-    new = {key: template for key, template in new.items() if not _gives(template, kept.before.get(key, ABSENT))}
+    written = set(now) if kept.is_cleared else kept.keys
+    new = {
+        key: templates.of(value, what)
+        for key, value in now.items()
+        if key in written or kept.before.get(key, ABSENT) is not value
+    }
+    if _is_of_torch(place):
+        new = {key: template for key, template in new.items() if not _gives(template, kept.before.get(key, ABSENT))}
     staying = iter([key for key in kept.before if key in now])
     order = list(now)
     num_in_place = next((i for i, key in enumerate(order) if next(staying, ABSENT) is not key), len(order))
     moved = [key for key in order[num_in_place:] if key in kept.before]
-    if not moved and not gone and not new:
+    if not moved and not gone and not new and not kept.is_cleared:
         return lambda _owner, _filling: _nothing
 
     def prepare(owner: dict[Any, Any], filling: Filling) -> Callable[[], None]:
         kind, filled = dict_kind(owner), {key: template.fill(filling) for key, template in new.items()}
 
         def write() -> None:
+            if kept.is_cleared:
+                kind.clear(owner)
             for key in gone:
                 kind.pop(owner, key, None)
             for key in order[:num_in_place]:
@@ -145,6 +153,11 @@ def _dict_change(kept: Kept, place: Place, templates: Templates, what: str) -> P
 
 def _nothing() -> None:
     """No change after all."""
+
+
+def _is_of_torch(place: Place) -> bool:
+    """Whether attributes are those of one of torch's own layers."""
+    return place.parent is not None and type(place.parent.value).__module__.startswith("torch.nn.modules")
 
 
 def _gives(template: Template, before: Any) -> bool:
@@ -168,7 +181,7 @@ def _attributes_change(kept: Kept, templates: Templates, what: str) -> Prepare:
     new = [
         (name, templates.of(value, what) if value is not ABSENT else Constant(ABSENT))
         for name, value in now.items()
-        if value is not ABSENT and kept.before.get(name, ABSENT) is not value
+        if value is not ABSENT and (name in kept.keys or kept.before.get(name, ABSENT) is not value)
     ]
 
     def prepare(owner: Any, filling: Filling) -> Callable[[], None]:
