@@ -9,11 +9,14 @@ from __future__ import annotations
 import contextlib
 import sys
 from collections.abc import Callable, Generator
-from typing import Any
+from types import CodeType
+from typing import Any, cast
 from unittest import mock
 
 import torch
+from torch._C._dynamo import eval_frame as _eval_frame
 from torch._C._dynamo import guards as _guards
+from torch._dynamo.types import ConvertFrameReturn, FrameAction, FrameExecStrategy
 
 from wholestep._torch import FunctionalTensor, outside_modes
 
@@ -58,6 +61,37 @@ def class_in_eager(value: Any) -> type:
 def num_hooks(owner: torch.nn.Module | torch.optim.Optimizer) -> tuple[int, ...]:
     """How many hooks of each kind a module or optimizer has; hooks are traced, so a new one needs a new capture."""
     return tuple([len(value) for name, value in vars(owner).items() if name.endswith("_hooks")])
+
+
+_AS_EVER = FrameExecStrategy(FrameAction.DEFAULT, FrameAction.DEFAULT)
+_UNTOLD = FrameExecStrategy(FrameAction.SKIP, FrameAction.DEFAULT)
+
+
+@contextlib.contextmanager
+def when_functions_start(may_matter: Callable[[CodeType], bool], tell: Callable[[Any], None]) -> Generator[None]:
+    """Call `tell(frame)` before a function starts in this thread, unless its code cannot matter.
+
+    By the hook of `torch.compile`, which costs next to nothing for code that it was told to leave alone; `sys.settrace`
+    would slow down every instruction. Inside of what torch itself keeps from being compiled, nobody is told.
+    """
+    left_alone: list[CodeType] = []
+
+    def start(frame: Any, _entry: Any, _state: Any) -> ConvertFrameReturn:
+        code = frame.f_code
+        if may_matter(code):
+            tell(frame)
+        elif not _eval_frame._debug_get_cache_entry_list(code):  # somebody has compiled it otherwise
+            left_alone.append(code)
+            _eval_frame.set_code_exec_strategy(code, _UNTOLD)
+        return ConvertFrameReturn(frame_exec_strategy=_AS_EVER, apply_to_code=False)
+
+    before = _eval_frame.set_eval_frame(cast(Any, start))
+    try:
+        yield
+    finally:
+        _eval_frame.set_eval_frame(before)
+        for code in left_alone:
+            _eval_frame.set_code_exec_strategy(code, _AS_EVER)
 
 
 # The properties of `torch.backends` that say so, without their detour.

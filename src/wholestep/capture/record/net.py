@@ -2,7 +2,7 @@
 
 Followed code tells what it calls, and that is followed in turn. But C code calls back (operators of an object,
 descriptors, callbacks that nobody handed over in sight), and a function that runs as it is reads and writes without
-telling. Python says when any function starts; if it is one that should have been followed, the trace ends before its
+telling. PyTorch says when any function starts; if it is one that should have been followed, the trace ends before its
 first instruction, and is made again with that function followed from the start (`Unseen`).
 """
 
@@ -16,12 +16,11 @@ import os
 import re
 import sys
 import sysconfig
-import threading
 from collections.abc import Callable, Generator, Iterator
 from types import CodeType, FrameType, FunctionType
 from typing import Any
 
-from wholestep import _torch
+from wholestep import _recording_torch, _torch
 from wholestep.capture.record.follow import is_followed_file
 
 _STDLIB = os.path.realpath(sysconfig.get_path("stdlib")) + os.sep
@@ -53,7 +52,7 @@ def _siblings(function: FunctionType) -> Iterator[FunctionType]:
         yield from (member for member in vars(owner).values() if isinstance(member, FunctionType))
 
 
-def _must_be_seen(frame: FrameType) -> bool:
+def _must_be_seen(frame: Any) -> bool:
     """Whether a frame is the user's, and not there because something is imported for the first time."""
     filename = frame.f_code.co_filename
     if filename.startswith("<"):  # generated: for the module whose globals it has
@@ -61,7 +60,7 @@ def _must_be_seen(frame: FrameType) -> bool:
         filename = frame.f_globals.get("__file__", filename if is_typed_in else "<frozen>")
     if not _is_anybodys(filename):
         return False
-    below: FrameType | None = frame
+    below: FrameType | None = sys._getframe(2)  # pyright: ignore[reportPrivateUsage]
     while below is not None and not below.f_code.co_filename.startswith("<frozen importlib"):
         below = below.f_back
     return below is None
@@ -101,54 +100,12 @@ def _torchs_own() -> frozenset[str]:
 def spread(is_instrumented: Callable[[CodeType], bool], is_working: Callable[[], bool]) -> Generator[None]:
     """Raise `Unseen` where a function of the user's starts in this thread, unless the recorder `is_working` itself."""
 
-    def check(frame: FrameType) -> None:
+    def may_matter(code: CodeType) -> bool:
+        return _is_anybodys(code.co_filename) or code.co_filename.startswith("<")
+
+    def started(frame: Any) -> None:
         if not is_instrumented(frame.f_code) and not is_working() and _must_be_seen(frame):
             raise Unseen(frame.f_code)
 
-    with _spread_by_monitoring(check) if sys.version_info >= (3, 12) else _spread_by_tracing(check):
+    with _recording_torch.when_functions_start(may_matter, started):
         yield
-
-
-@contextlib.contextmanager
-def _spread_by_tracing(check: Callable[[FrameType], None]) -> Generator[None]:
-    before = sys.gettrace()
-
-    def started(frame: FrameType, event: Any, about: Any) -> Any:
-        filename = frame.f_code.co_filename
-        if _is_anybodys(filename) or filename[0] == "<":
-            check(frame)
-        return None if before is None else before(frame, event, about)
-
-    sys.settrace(started)
-    try:
-        yield
-    finally:
-        sys.settrace(before)
-
-
-@contextlib.contextmanager
-def _spread_by_monitoring(check: Callable[[FrameType], None]) -> Generator[None]:
-    monitoring: Any = getattr(sys, "monitoring")  # noqa: B009 - there is none before Python 3.12
-    free = [number for number in range(6) if monitoring.get_tool(number) is None]
-    if not free:  # somebody else has them all
-        yield
-        return
-    thread, event = threading.get_ident(), monitoring.events.PY_START
-
-    def started(code: CodeType, _offset: int) -> Any:
-        if not _is_anybodys(code.co_filename) and code.co_filename[0] != "<":
-            return monitoring.DISABLE
-        if threading.get_ident() == thread:
-            check(sys._getframe(1))  # pyright: ignore[reportPrivateUsage]
-        return None
-
-    tool = free[-1]
-    monitoring.use_tool_id(tool, "wholestep")
-    monitoring.register_callback(tool, event, started)
-    monitoring.set_events(tool, event)
-    try:
-        yield
-    finally:
-        monitoring.set_events(tool, 0)
-        monitoring.register_callback(tool, event, None)
-        monitoring.free_tool_id(tool)
