@@ -38,9 +38,7 @@ def checked_run(
     world = World.of(capture, call, outside)
     explanation = ""
     try:
-        with _after_backward(average_gradients):
-            returned = call.function(*call.args, **call.kwargs)
-        expected = observe(capture, call, returned, outside)
+        expected = observe(capture, call, _run_in_eager(call, average_gradients), outside)
         world.restore()
         chosen.compute_numbers(call)
         result = chosen.run(call)
@@ -59,6 +57,12 @@ def checked_run(
         _undo(world, chosen)
         raise VerificationError(_message(number, differences, explanation), differences)
     return result
+
+
+def _run_in_eager(call: Call, average_gradients: Callable[[], None] | None) -> Any:
+    """What eager returns; whoever keeps it keeps its graph, which the updates of the compiled step do not wait for."""
+    with _after_backward(average_gradients):
+        return call.function(*call.args, **call.kwargs)
 
 
 def _look_closer(
