@@ -18,18 +18,20 @@ from wholestep.runtime.world import Outside, World, observe
 
 _MAX_NAMED = 8
 
+Averaging = Callable[[], contextlib.AbstractContextManager[None]]
+
 
 def checked_run(
     chosen: Specialization,
     call: Call,
     number: int,
-    average_gradients: Callable[[], None] | None = None,
+    averaging: Averaging | None = None,
     outside: Sequence[Outside] = (),
 ) -> Any:
     """Run a step in eager and through its graph from the same state; raise `VerificationError` if they differ.
 
-    `average_gradients` is what eager does after each backward where several ranks train together; `outside` is what
-    else the step may change. The state afterwards is the graph's. If they differ by more than rounding, it is put back
+    `averaging` is what eager does around each backward where several ranks train together; `outside` is what else the
+    step may change. The state afterwards is the graph's. If they differ by more than rounding, it is put back
     to what it was before the call.
     """
     capture = chosen.capture
@@ -38,7 +40,7 @@ def checked_run(
     world = World.of(capture, call, outside)
     explanation = ""
     try:
-        expected = observe(capture, call, _run_in_eager(call, average_gradients), outside)
+        expected = observe(capture, call, _run_in_eager(call, averaging), outside)
         world.restore()
         chosen.compute_numbers(call)
         result = chosen.run(call)
@@ -46,7 +48,7 @@ def checked_run(
         found = observe(capture, call, result, outside)
         differences = compare(expected, found)
         # With several ranks all would have to look closer, or none.
-        if differences and average_gradients is None:
+        if differences and averaging is None:
             after = World.of(capture, call, outside)
             differences, explanation = _look_closer(chosen, call, world, differences, expected, found)
             after.restore()
@@ -59,9 +61,9 @@ def checked_run(
     return result
 
 
-def _run_in_eager(call: Call, average_gradients: Callable[[], None] | None) -> Any:
+def _run_in_eager(call: Call, averaging: Averaging | None) -> Any:
     """What eager returns; whoever keeps it keeps its graph, which the updates of the compiled step do not wait for."""
-    with _after_backward(average_gradients):
+    with _around_backward(averaging):
         return call.function(*call.args, **call.kwargs)
 
 
@@ -98,17 +100,16 @@ def _message(number: int, differences: dict[str, float], explanation: str) -> st
 
 
 @contextlib.contextmanager
-def _after_backward(average_gradients: Callable[[], None] | None) -> Generator[None]:
-    """Call something each time eager code has run a backward."""
-    if average_gradients is None:
+def _around_backward(averaging: Averaging | None) -> Generator[None]:
+    """Enter a context each time eager code runs a backward."""
+    if averaging is None:
         yield
         return
     original = torch.autograd.backward
 
     def backward(*args: Any, **kwargs: Any) -> None:
-        original(*args, **kwargs)
-        with torch.no_grad():
-            average_gradients()
+        with averaging():
+            original(*args, **kwargs)
 
     with mock.patch.object(torch.autograd, "backward", backward):
         yield

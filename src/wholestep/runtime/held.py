@@ -60,6 +60,12 @@ def _apply_and_call(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dic
     return func(*args, **(kwargs or {}))
 
 
+def require_applied(values: Iterable[Any]) -> None:
+    """Apply what waits if one of these values is held; raises if that cannot be done."""
+    if any(type(value) in _PLAIN for value in values):
+        _apply(require_applied, list(values))
+
+
 class GuardedParameter(nn.Parameter):
     """A parameter with a waiting update; touching it applies the update and makes it an `nn.Parameter` again."""
 

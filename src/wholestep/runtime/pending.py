@@ -15,6 +15,7 @@ to be done afterwards is done again by whoever comes next, as all of it can be d
 from __future__ import annotations
 
 import atexit
+import contextlib
 import logging
 import os
 import threading
@@ -212,7 +213,8 @@ class Pending:
     def _missing(self, work: _Begun | _Left, reason: str) -> str:
         return (
             f"the update of call {work.number} of {self.name} is missing, it could not be applied: {reason}; what it "
-            "would have changed (parameters, gradients, optimizer state) cannot be read. Go on from a checkpoint"
+            "would have changed (parameters, gradients, optimizer state) cannot be read. Go on from a checkpoint, with a "
+            "new model"
         )
 
     def why_failed(self) -> str:
@@ -328,10 +330,14 @@ def flush_all() -> None:
 
 
 def flush_others(but: Pending | None) -> None:
-    """Apply everything that waits in this process except one, and except what other threads are busy with."""
+    """Apply everything that waits in this process except one, and except what other threads are busy with.
+
+    What cannot be applied is no concern of those who do not read it; those who do are told then.
+    """
     for pending in list(_waiting):
         if pending is not but:
-            pending.settle(is_blocking=False)
+            with contextlib.suppress(WholestepError):
+                pending.settle(is_blocking=False)
 
 
 def _apply_for(func: object) -> list[WholestepError]:

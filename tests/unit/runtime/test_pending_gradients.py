@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import Any
 
 import pytest
 import torch
 from tests.waiting import WORDS, Pair, Side, X, is_anything_waiting, is_pending
 from torch import Tensor, nn
-from torch.optim import SGD, Optimizer
+from torch.optim import Optimizer
 
-import wholestep
 from wholestep import _waiting_torch
 from wholestep.errors import WholestepError
 from wholestep.runtime.pending import flush_all
@@ -109,73 +107,3 @@ def test_a_step_that_fails_leaves_the_gradients_of_before() -> None:
         with pytest.raises(IndexError):
             side.step(side.model, side.optimizer, X, WORDS + 3)
     pair.assert_same()
-
-
-class _Sum(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.trained = nn.Parameter(torch.ones(3))
-        self.other = nn.Parameter(torch.ones(3))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return (self.other + self.trained) * x
-
-
-def _train_sum(model: nn.Module, optimizer: Optimizer, x: Tensor) -> Tensor:
-    model.zero_grad()
-    loss = model(x).square().sum()
-    loss.backward()
-    optimizer.step()
-    return loss
-
-
-def test_equal_gradients_of_parameters_with_and_without_an_optimizer() -> None:
-    """They are one value of the graph: to change one must not change the update that is made of the other."""
-    found: list[Tensor] = []
-    compiled: Any = wholestep.compile(_train_sum, cross_iteration="all")
-    for step in (_train_sum, compiled):
-        model = _Sum()
-        optimizer = SGD([model.trained], lr=0.1)
-        for _ in range(4):
-            step(model, optimizer, torch.tensor([1.0, 2.0, 3.0]))
-            if step is compiled:
-                assert is_anything_waiting()
-            assert model.other.grad is not None
-            model.other.grad.zero_()
-        found.append(model.trained.detach().clone())
-    assert torch.equal(*found)
-
-
-class _Smoothed(nn.Module):
-    average: Tensor
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(3))
-        self.register_buffer("average", torch.zeros(3))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.weight * x
-
-
-def _train_smoothed(model: _Smoothed, optimizer: Optimizer, x: Tensor) -> Tensor:
-    optimizer.zero_grad()
-    loss = model(x).square().sum()
-    loss.backward()
-    assert model.weight.grad is not None
-    model.average.lerp_(model.weight.grad, 0.5)
-    model.weight.grad.copy_(model.average)
-    optimizer.step()
-    return loss
-
-
-def test_buffers_that_an_update_is_made_of_may_be_overwritten_at_once() -> None:
-    found: list[Tensor] = []
-    for step in (_train_smoothed, wholestep.compile(_train_smoothed, cross_iteration="all")):
-        model = _Smoothed()
-        average, optimizer = model.average, SGD(model.parameters(), lr=0.1)
-        for _ in range(4):
-            step(model, optimizer, torch.tensor([1.0, 2.0, 3.0]))
-            average.fill_(7.0)
-        found.append(model.weight.detach().clone())
-    assert torch.equal(*found)
