@@ -1,4 +1,4 @@
-"""`verify=N` on ranks: eager, with its gradients reduced after each backward, is what the compiled step is held against."""
+"""`verify=N` on ranks: the compiled step is held against eager with gradients reduced after each backward."""
 
 from __future__ import annotations
 

@@ -277,7 +277,8 @@ class Owners:
     """
 
     def __init__(self) -> None:
-        self._num_references: dict[int, int] = {}
+        # By tensor: its storage, as it was when nobody else knew it, and the fewest references to the tensor then.
+        self._seen: dict[int, tuple[weakref.ref[torch.UntypedStorage], int]] = {}
 
     def why_not_held(self, tensors: Iterable[torch.Tensor]) -> str:
         """Why somebody could look at one of these tensors unseen; "" if nobody can."""
@@ -290,15 +291,22 @@ class Owners:
                 return "C++ holds one of them (a TorchScript module, an autograd graph), and may read it unasked"
             key, num_users, is_known_elsewhere = _waiting_torch.storage_users(tensor)
             num_references = sys.getrefcount(tensor) - (id(tensor) in _by_tensor)
+            num_before = self._num_references_before(tensor)
             if not is_known_elsewhere:
-                self._num_references[id(tensor)] = num_references
-            elif num_references > self._num_references.get(id(tensor), 0):
+                fewest = num_references if num_before is None else min(num_before, num_references)
+                self._seen[id(tensor)] = weakref.ref(tensor.untyped_storage()), fewest
+            elif num_before is None or num_references > num_before:
                 return "the memory of one of them is shared with NumPy, DLPack, a file or another process"
             num_expected[key] = num_expected.get(key, 0) + 1
             num_found[key] = num_users
         if num_found != num_expected:
             return "somebody holds a view of one of them (`.data`, `.detach()` or a storage)"
         return ""
+
+    def _num_references_before(self, tensor: torch.Tensor) -> int | None:
+        """How many had a tensor when only PyTorch knew the memory it has now; None if that was never so."""
+        storage, number = self._seen.get(id(tensor), (None, 0))
+        return None if storage is None or storage() is not tensor.untyped_storage() else number
 
 
 def _resolve(tensor: torch.Tensor) -> None:

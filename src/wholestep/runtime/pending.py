@@ -184,6 +184,12 @@ class Pending:
         self._readers.append(me)
         switches = _waiting_torch.Switches()
         try:
+            if self._would_wait_for_ever(me):
+                raise WholestepError(
+                    f"{self.name} and another compiled step run in two threads, and each waits for an update that the "
+                    "other has yet to finish; let threads whose steps read each other's models take turns, or pass "
+                    "cross_iteration='none'"
+                )
             with self.turn:
                 with _waiting_torch.ordinary_keys(), _waiting_torch.outside_modes():
                     self._bring_to_an_end()
@@ -194,6 +200,18 @@ class Pending:
         finally:
             self._readers.remove(me)
             switches.put_back()
+
+    def _would_wait_for_ever(self, me: int) -> bool:
+        """Whether the thread that runs this step waits, in the end, for one that this thread runs.
+
+        Threads say what they are about to wait for before they ask: of those in a circle the last one sees it.
+        """
+        thread, passed = self.runner, set[int]()
+        while thread is not None and thread != me and thread not in passed:
+            passed.add(thread)
+            awaited = [other for other in list(_known) if thread in other._readers and other.runner != thread]
+            thread = awaited[0].runner if awaited else None
+        return thread == me and bool(passed)
 
     def _bring_to_an_end(self) -> None:
         if self._flush is not None:
@@ -213,8 +231,8 @@ class Pending:
     def _missing(self, work: _Begun | _Left, reason: str) -> str:
         return (
             f"the update of call {work.number} of {self.name} is missing, it could not be applied: {reason}; what it "
-            "would have changed (parameters, gradients, optimizer state) cannot be read. Go on from a checkpoint, with a "
-            "new model"
+            "would have changed (parameters, gradients, optimizer state) cannot be read. Go on from a checkpoint, "
+            "with a new model"
         )
 
     def why_failed(self) -> str:

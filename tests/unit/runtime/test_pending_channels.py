@@ -188,6 +188,21 @@ def test_a_view_of_the_past_does_not_matter() -> None:
     assert is_pending(pair.ours)
 
 
+def test_memory_of_an_array_that_came_later_does_not_wait() -> None:
+    pair = Pair("sgd")
+    others = list(pair.ours.model.parameters())
+    pair.steps(2)
+    del others
+    arrays = [numpy.ones((5, 4), dtype=numpy.float32) for _ in pair.sides]
+    for side, array in zip(pair.sides, arrays, strict=True):
+        del side.parameters
+        side.model.first.weight.data = torch.from_numpy(array)
+    for _ in range(3):
+        pair.step()
+        assert (arrays[0] == arrays[1]).all()
+    pair.assert_same()
+
+
 def test_shared_memory_does_not_wait() -> None:
     pair = Pair()
     for side in pair.sides:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import operator
+import threading
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import Any
@@ -14,6 +15,7 @@ from tests.waiting import WORDS, Pair, X, is_anything_waiting, is_pending
 from torch import Tensor
 
 from wholestep import _waiting_torch
+from wholestep.errors import WholestepError
 from wholestep.runtime.pending import flush_all
 
 
@@ -108,6 +110,26 @@ def test_no_garbage_is_collected_while_calls_are_made_at_once() -> None:
     _waiting_torch.past_everything([partial(found.extend, map(operator.call, [gc.isenabled]))])
     assert found == [False]
     _assert_usual()
+
+
+def test_steps_of_two_threads_that_wait_for_each_other_are_refused() -> None:
+    """As if another thread ran the second step, and waited for what this one has yet to finish."""
+    pairs = [Pair("sgd"), Pair("sgd")]
+    for pair in pairs:
+        pair.steps(2)
+    first, second = (pair.compiled._current.rotation.pending for pair in pairs)
+    another = threading.get_ident() + 1
+    first.runner, second.runner = threading.get_ident(), another
+    second.settle()  # it waits for nobody yet
+    pairs[1].step()
+    second.runner = another
+    first._readers.append(another)
+    with pytest.raises(WholestepError, match="run in two threads, and each waits for an update"):
+        second.settle()
+    first._readers.remove(another)
+    first.runner = second.runner = None
+    for pair in pairs:
+        pair.assert_same()
 
 
 class _Unreadable(Mapping[str, Any]):
