@@ -104,6 +104,9 @@ def outside_modes() -> Generator[None]:
         yield
 
 
+num_modes_before_dispatch: Callable[[], int] = torch._ops._len_torch_dispatch_stack_pre_dispatch
+
+
 # What `torch.no_grad()` calls, in one opcode: Python may be interrupted inside of that, and the mode stays.
 set_grad_enabled: Callable[[bool], None] = torch._C._set_grad_enabled
 

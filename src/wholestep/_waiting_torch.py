@@ -10,11 +10,12 @@ whether it came from Python, from TorchScript or from a kernel of another operat
 from __future__ import annotations
 
 import contextlib
+import gc
 import operator
 import sys
 import threading
 from collections import deque
-from collections.abc import Callable, Generator, Iterable
+from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any
 
@@ -44,11 +45,23 @@ def _fresh_thread_keys() -> tuple[Any, Any]:
 _INCLUDED, _EXCLUDED = _fresh_thread_keys()
 
 
-@contextlib.contextmanager
-def ordinary_operators() -> Generator[None]:
-    """Run operators as in a thread of its own, although we are somewhere inside of another operator."""
-    with _C._ForceDispatchKeyGuard(_INCLUDED, _EXCLUDED), _torch.outside_modes():
-        yield
+def ordinary_keys() -> contextlib.AbstractContextManager[Any]:
+    """Dispatch as in a thread of its own, although we are somewhere inside of another operator."""
+    return _C._ForceDispatchKeyGuard(_INCLUDED, _EXCLUDED)
+
+
+def outside_modes() -> contextlib.AbstractContextManager[Any]:
+    """Run ops for real although somebody traces, fakes or transforms them just now.
+
+    If nobody does, nothing is left to undo, which an interrupt might keep from being done in time.
+    """
+    is_ordinary = not (
+        _C._len_torch_dispatch_stack()
+        or _torch.num_modes_before_dispatch()
+        or torch.is_inference_mode_enabled()
+        or _C._functorch.peek_interpreter_stack() is not None
+    )
+    return contextlib.nullcontext() if is_ordinary else _torch.outside_modes()
 
 
 def past_traps() -> contextlib.AbstractContextManager[Any]:
@@ -67,10 +80,20 @@ def at_once(calls: Iterable[Callable[[], Any]]) -> None:
 
 
 def past_everything(calls: Iterable[Callable[[], Any]]) -> None:
-    """Call functions of C at once, for which neither the class of a tensor nor the key means anything."""
+    """Call functions of C at once, for which neither the class of a tensor nor the key means anything.
+
+    Garbage is not collected meanwhile: that would run finalizers, which are Python. If one of them raises, the others
+    behind it are not called.
+    """
+    functions_before = _C._get_torch_function_state()
     keys, functions = _C._ExcludeDispatchKeyGuard(_KEYS), _C.DisableTorchFunctionSubclass()
-    leave = partial(functions.__exit__, None, None, None), partial(keys.__exit__, None, None, None)
-    at_once([keys.__enter__, functions.__enter__, *calls, *leave])
+    leave = [partial(functions.__exit__, None, None, None), partial(keys.__exit__, None, None, None)]
+    collecting = [gc.enable] if gc.isenabled() else []
+    try:
+        at_once([gc.disable, keys.__enter__, functions.__enter__, *calls, *leave, *collecting])
+    except BaseException:
+        at_once([leave[1], partial(_C._set_torch_function_state, functions_before), *collecting])
+        raise
 
 
 class Switches:
@@ -135,6 +158,15 @@ def setting_gradient(tensor: torch.Tensor, gradient: torch.Tensor | None) -> Cal
     return partial(_C.TensorBase.grad.__set__, tensor, gradient)
 
 
+def setting_gradient_alias(tensor: torch.Tensor, gradient: torch.Tensor) -> Callable[[], Any]:
+    """A call of C that makes another tensor in the place of `gradient`, with its key, the gradient of a tensor.
+
+    It is made when that is called, past everything; no mode is told.
+    """
+    made = map(_C.TensorBase._make_subclass, (torch.Tensor,), (gradient,))
+    return partial(deque, map(_C.TensorBase.grad.__set__, (tensor,), made), 0)
+
+
 def is_marked(tensor: torch.Tensor) -> bool:
     """Whether a tensor has the key."""
     return _C._dispatch_keys(tensor).has(_KEY)
@@ -181,6 +213,39 @@ def _storage_counts(tensor: torch.Tensor) -> tuple[int, int, int, bool]:
 
 # What is counted if there is one tensor and nobody else; it depends on how PyTorch keeps the objects alive.
 _ALONE = _storage_counts(torch.empty(1))
+
+
+def is_held_in_cpp(tensor: torch.Tensor) -> bool:
+    """Whether C++ has a tensor, and not only Python: a TorchScript module, a graph of autograd."""
+    return _C.TensorBase._use_count(tensor) > _ALONE_IN_PYTHON
+
+
+_ALONE_IN_PYTHON: int = _C.TensorBase._use_count(torch.empty(1))
+
+
+def is_gradient_taken(tensor: torch.Tensor, gradient: torch.Tensor | None) -> bool:
+    """Whether somebody has the alias of `gradient` that a tensor has, or had, or one made of it."""
+    if gradient is None:
+        return False
+    with past_traps():
+        current = tensor.grad
+        num_expected = 1
+        if current is not None and is_marked(current):
+            num_expected = 2
+            if (sys.getrefcount(current), _C.TensorBase._use_count(current)) != _OF_GRADIENT:
+                return True
+        return _C._storage_Use_Count(storage_id(gradient)) - _ALONE[1] + 1 != num_expected
+
+
+def _counts_of_gradient() -> tuple[int, int]:
+    tensor = torch.empty(1)
+    past_everything([setting_gradient_alias(tensor, stand_in(tensor))])
+    current = tensor.grad
+    return sys.getrefcount(current), _C.TensorBase._use_count(current)
+
+
+# What is counted of a gradient if only its tensor has it.
+_OF_GRADIENT = _counts_of_gradient()
 
 
 def increment_versions(tensors: list[torch.Tensor]) -> None:

@@ -147,3 +147,89 @@ def _load_while_waiting() -> list[float]:
 def test_loaders_that_look_at_the_model() -> None:
     """P4: a forked process has no connection to other ranks, and must not need one."""
     assert run_ranks(_load_while_waiting, 2) == [[12.0, 12.0, 24.0, 24.0, 4.0]] * 2
+
+
+# Ranks that are out of step
+
+
+class Rows(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(4, 3)
+        self.last = nn.Linear(3, 2)
+
+    def forward(self, rows: Tensor) -> Tensor:
+        return self.last(self.table(rows))
+
+
+def train_rows(model: nn.Module, optimizer: Optimizer, rows: Tensor) -> Tensor:
+    optimizer.zero_grad()
+    loss = model(rows).square().mean()
+    loss.backward()
+    optimizer.step()
+    return loss
+
+
+GOOD, BAD = torch.tensor([0, 1, 2]), torch.tensor([0, 1, 9])
+
+
+def _skip_a_batch_on_one_rank(moved: str) -> str:
+    """Rank 1 has a batch that fails in the third call, and goes on with the next; rank 0 has ended by then."""
+    torch.manual_seed(0)
+    model = Rows()
+    optimizer = SGD(model.parameters(), lr=0.1)
+    step = wholestep.compile(train_rows, data_parallel="replicate", cross_iteration=moved)
+    for _ in range(2):
+        step(model, optimizer, GOOD)
+    step.flush()
+    if dist.get_rank() == 0:
+        return "call 3 of train_rows raised on rank 1, another word"
+    with pytest.raises(IndexError):
+        step(model, optimizer, BAD)
+    other = wholestep.compile(count, data_parallel="replicate")
+    counters = Counters()
+    with pytest.raises(RankError, match="call 3 of train_rows raised on rank 1"):
+        other(counters, SGD(counters.parameters(), lr=1.0), torch.ones(300))
+    try:
+        step(model, optimizer, GOOD)
+    except RankError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize("moved", ["none", "all"])
+def test_a_rank_that_has_not_finished_a_call_sends_nothing_more(moved: str) -> None:
+    """Only their order tells what gradients are for: those of the next call would be taken for those of this one."""
+    for message in run_ranks(_skip_a_batch_on_one_rank, 2, moved):
+        assert message.startswith("call 3 of train_rows raised on rank 1, ")
+
+
+def _lose_an_update_and_train_another_model() -> list[float]:
+    """Rank 1 leaves after three calls, so that the last update of rank 0 can never come."""
+    training = Training()
+    local: Any = wholestep.compile(count)
+    for _ in range(3):
+        training.step()
+    if dist.get_rank() == 1:
+        training.compiled.flush()
+        return [1.0, 2.0, 3.0]
+    waiting = training.compiled._current.rotation.pending
+    journal = waiting.begin(waiting._flush)
+    journal.tries[min(journal.tries)].append(None)  # as if it had been waited for in vain
+    with pytest.raises(RankError, match="the update of call 3 of count is missing"):
+        training.model.counters[0].sum()
+    found: list[float] = []
+    other = Counters()
+    optimizer = SGD(other.parameters(), lr=1.0)
+    for _ in range(3):
+        local(other, optimizer, torch.ones(300))
+        found.append(float(other.counters[0].detach()[0]))
+    with pytest.raises(RankError, match="the update of call 3 of count is missing"):
+        local(training.model, training.optimizer, torch.ones(300))
+    journal.tries[min(journal.tries)].clear()
+    training.compiled.flush()
+    return found
+
+
+def test_a_lost_update_is_told_to_those_who_need_it_only() -> None:
+    assert run_ranks(_lose_an_update_and_train_another_model, 2) == [[1.0, 2.0, 3.0]] * 2

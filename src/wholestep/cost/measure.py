@@ -33,19 +33,26 @@ class MeasuredPeak:
         return self.peak_bytes - self.held_bytes
 
 
-def measure_peak(function: Callable[..., Any], *args: Any, held: Iterable[Any] = (), **kwargs: Any) -> MeasuredPeak:
+def measure_peak(
+    function: Callable[..., Any],
+    *args: Any,
+    held: Iterable[Any] = (),
+    find: Callable[[Any], Iterable[torch.Tensor]] | None = None,
+    **kwargs: Any,
+) -> MeasuredPeak:
     """Call `function(*args, **kwargs)` and measure the peak of live bytes.
 
     Memory that was there before is known only as far as it hangs off the arguments or `held`: tensors, modules (with
     their gradients), optimizers (with their state) and containers of those. It is watched too, so that a gradient freed
-    during the call counts until then.
+    during the call counts until then. `find` tells which tensors those are, if others than `tensors_of`.
     """
     owners = (args, kwargs, tuple(held))
-    devices = {tensor.device for tensor in tensors_of(owners) if tensor.is_cuda}
+    find = find or tensors_of
+    devices = {tensor.device for tensor in find(owners) if tensor.is_cuda}
     if devices:
         return _measure_cuda(function, args, kwargs, devices)
     tracker = _LiveStorages()
-    tracker.watch_all(tensors_of(owners))
+    tracker.watch_all(find(owners))
     held_bytes = tracker.live_bytes
     with tracker:
         result = function(*args, **kwargs)

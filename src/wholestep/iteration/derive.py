@@ -21,7 +21,7 @@ from torch import fx
 
 from wholestep import _torch
 from wholestep.graph import Slot, SlotKind, StepGraph, map_nodes, nodes_in, ops
-from wholestep.iteration.moves import carried_nodes, found_again, moved_nodes
+from wholestep.iteration.moves import carried_nodes, found_again, kept_gradients, moved_nodes
 
 aten = torch.ops.aten
 
@@ -160,7 +160,12 @@ class _Derivation:
         value, fake = now[node], node.meta["val"]
         if not isinstance(fake, torch.Tensor):
             return value
-        others = [*self.source.placeholders().values(), *nodes_in(self.source.outputs)]
+        kept = {f"{SlotKind.GRAD}.{name}" for name in kept_gradients(self.source)}
+        results = [result for slot_id, result in self.source.results.items() if slot_id not in kept]
+        others = [
+            *self.source.placeholders().values(),
+            *nodes_in([self.source.outputs, self.source.updates, results]),
+        ]
         foreign = {_torch.storage_key(other.meta["val"]) for other in others if _is_tensor(other)}
         if _torch.storage_key(fake) not in foreign:
             return value

@@ -10,8 +10,10 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
+import torch
 from torch import fx
 
+from wholestep import _torch
 from wholestep.errors import PassError
 from wholestep.graph import Phase, SlotKind, StepGraph, nodes_in, ops
 
@@ -130,6 +132,27 @@ def carried_nodes(graph: StepGraph) -> list[fx.Node]:
             if source not in moved and source not in again:
                 carried[source] = None
     return list(carried)
+
+
+def kept_gradients(graph: StepGraph) -> set[str]:
+    """Names of parameters whose gradient is there at once although the moved nodes still need its memory.
+
+    It must not be written to before they have run. Those that the next step adds to are not among them.
+    """
+    params = {slot.name for slot in graph.slots_of_kind(SlotKind.PARAM)} - graph.accumulating
+    memory = {_torch.storage_key(node.meta["val"]) for node in carried_nodes(graph) if _is_tensor(node)}
+    moved = set(moved_nodes(graph))
+    return {
+        name
+        for slot_id, value in graph.results.items()
+        if (name := slot_id.removeprefix(f"{SlotKind.GRAD}.")) != slot_id and name in params
+        for node in nodes_in(value)
+        if node not in moved and _is_tensor(node) and _torch.storage_key(node.meta["val"]) in memory
+    }
+
+
+def _is_tensor(node: fx.Node) -> bool:
+    return isinstance(node.meta["val"], torch.Tensor)
 
 
 def found_again(graph: StepGraph) -> set[fx.Node]:

@@ -31,6 +31,9 @@ _SAY_SO_AFTER_S = 20.0
 _COMPARE_EVERY = 1024
 
 
+# Which call has not run to its end on this rank, by the group whose ranks run it.
+_unfinished: weakref.WeakKeyDictionary[dist.ProcessGroup, str] = weakref.WeakKeyDictionary()
+
 _rooms: weakref.WeakKeyDictionary[dist.ProcessGroup, tuple[str, Counter[str]]] = weakref.WeakKeyDictionary()
 
 
@@ -74,6 +77,20 @@ class Ranks:
     def name(self) -> str:
         """How collectives in a graph name the group."""
         return self.group.group_name
+
+    def note_unfinished(self, call: str) -> None:
+        """A call that communicates has raised on this rank: of what ranks send, only the order tells what it is for."""
+        if self.world > 1:
+            _unfinished.setdefault(self.group, call)
+
+    def require_finished(self) -> None:
+        """Raise `RankError` if this rank has not finished a call: what it sends next would be taken for that one's."""
+        if self.group in _unfinished:
+            raise RankError(
+                f"{_unfinished[self.group]} raised on rank {self.rank}, and what this rank sends now would be taken "
+                "for what that call had yet to send; end all ranks and go on from a checkpoint, or make a new process "
+                "group on all of them"
+            )
 
     @contextlib.contextmanager
     def failing_together(self, moment: str) -> Generator[None]:

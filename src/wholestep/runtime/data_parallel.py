@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Generator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -139,6 +140,7 @@ class Replicas:
         for a batch of another size. New ones, and new models, have to appear on all ranks in the same call. Nothing is
         shared, and no collective runs, before ranks have agreed.
         """
+        self.ranks.require_finished()
         with self.ranks.failing_together(f"{number}/step"):
             captured, graph = capture_step(frozenset())
         known = self._plans.get(_signature(captured, graph))
@@ -153,6 +155,7 @@ class Replicas:
 
     def compare_options(self, captured: Capture, number: int) -> None:
         """Now and then, compare options that a graph takes as inputs and that may change with every call."""
+        self.ranks.require_finished()
         if self.ranks.world == 1 or not is_due(number):
             return
         found = captured.found.optimizers.items()
@@ -163,17 +166,28 @@ class Replicas:
         """The rewrites that carry out a plan."""
         return plan_passes(plan, self.ranks.name)
 
-    def average_gradients(self, captured: Capture, plan: DataParallelPlan) -> None:
-        """Average `.grad` of the planned parameters over the ranks, eagerly and one by one: the reference."""
-        for key in (key for bucket in sorted(plan.buckets, key=lambda b: b.keys) for key in bucket.keys):
-            where = captured.bindings[f"{SlotKind.PARAM}.{key.split('#')[0]}"]
-            parameter: torch.Tensor = where.read([])
-            if parameter.grad is None:
-                parameter.grad = torch.zeros_like(parameter)
-            grad = parameter.grad.mul_(1.0 / self.ranks.world) if plan.average else parameter.grad
-            dense = grad.contiguous()
-            dist.all_reduce(dense, group=self.ranks.group)
-            grad.copy_(dense)
+    @contextlib.contextmanager
+    def averaging_gradients(self, captured: Capture, plan: DataParallelPlan) -> Generator[None]:
+        """Average `.grad` of the planned parameters over the ranks after a backward, one by one: the reference.
+
+        What was there before is the same on all ranks already, and must not be summed once more.
+        """
+        keys = [key for bucket in sorted(plan.buckets, key=lambda b: b.keys) for key in bucket.keys]
+        wheres = [captured.bindings[f"{SlotKind.PARAM}.{key.split('#')[0]}"] for key in keys]
+        parameters: list[torch.Tensor] = [where.read([]) for where in wheres]
+        with torch.no_grad():
+            for parameter in parameters:
+                if not plan.average and parameter.grad is not None:
+                    parameter.grad.mul_(1.0 / self.ranks.world)
+        yield
+        with torch.no_grad():
+            for parameter in parameters:
+                if parameter.grad is None:
+                    parameter.grad = torch.zeros_like(parameter)
+                grad = parameter.grad.mul_(1.0 / self.ranks.world) if plan.average else parameter.grad
+                dense = grad.contiguous()
+                dist.all_reduce(dense, group=self.ranks.group)
+                grad.copy_(dense)
 
     def _agree_on_gradients(
         self, capture_step: CaptureStep, captured: Capture, graph: StepGraph, number: int

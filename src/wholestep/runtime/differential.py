@@ -18,18 +18,20 @@ from wholestep.runtime.world import Outside, World, observe
 
 _MAX_NAMED = 8
 
+Averaging = Callable[[], contextlib.AbstractContextManager[None]]
+
 
 def checked_run(
     chosen: Specialization,
     call: Call,
     number: int,
-    average_gradients: Callable[[], None] | None = None,
+    averaging: Averaging | None = None,
     outside: Sequence[Outside] = (),
 ) -> Any:
     """Run a step in eager and through its graph from the same state; raise `VerificationError` if they differ.
 
-    `average_gradients` is what eager does after each backward where several ranks train together; `outside` is what
-    else the step may change. The state afterwards is the graph's. If they differ by more than rounding, it is put back
+    `averaging` is what eager does around each backward where several ranks train together; `outside` is what else the
+    step may change. The state afterwards is the graph's. If they differ by more than rounding, it is put back
     to what it was before the call.
     """
     capture = chosen.capture
@@ -38,9 +40,7 @@ def checked_run(
     world = World.of(capture, call, outside)
     explanation = ""
     try:
-        with _after_backward(average_gradients):
-            returned = call.function(*call.args, **call.kwargs)
-        expected = observe(capture, call, returned, outside)
+        expected = observe(capture, call, _run_in_eager(call, averaging), outside)
         world.restore()
         chosen.compute_numbers(call)
         result = chosen.run(call)
@@ -48,7 +48,7 @@ def checked_run(
         found = observe(capture, call, result, outside)
         differences = compare(expected, found)
         # With several ranks all would have to look closer, or none.
-        if differences and average_gradients is None:
+        if differences and averaging is None:
             after = World.of(capture, call, outside)
             differences, explanation = _look_closer(chosen, call, world, differences, expected, found)
             after.restore()
@@ -59,6 +59,12 @@ def checked_run(
         _undo(world, chosen)
         raise VerificationError(_message(number, differences, explanation), differences)
     return result
+
+
+def _run_in_eager(call: Call, averaging: Averaging | None) -> Any:
+    """What eager returns; whoever keeps it keeps its graph, which the updates of the compiled step do not wait for."""
+    with _around_backward(averaging):
+        return call.function(*call.args, **call.kwargs)
 
 
 def _look_closer(
@@ -94,17 +100,16 @@ def _message(number: int, differences: dict[str, float], explanation: str) -> st
 
 
 @contextlib.contextmanager
-def _after_backward(average_gradients: Callable[[], None] | None) -> Generator[None]:
-    """Call something each time eager code has run a backward."""
-    if average_gradients is None:
+def _around_backward(averaging: Averaging | None) -> Generator[None]:
+    """Enter a context each time eager code runs a backward."""
+    if averaging is None:
         yield
         return
     original = torch.autograd.backward
 
     def backward(*args: Any, **kwargs: Any) -> None:
-        original(*args, **kwargs)
-        with torch.no_grad():
-            average_gradients()
+        with averaging():
+            original(*args, **kwargs)
 
     with mock.patch.object(torch.autograd, "backward", backward):
         yield

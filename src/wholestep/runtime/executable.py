@@ -15,6 +15,7 @@ from wholestep.graph import SlotKind, StepGraph
 from wholestep.lower import prepare_regions
 from wholestep.runtime.codegen import Step, best_binding, finish_journal, generate, run_checked
 from wholestep.runtime.cuda_graph import RecordedStep, copied_inputs, take_rates_from_device, written_inputs
+from wholestep.runtime.held import require_applied
 from wholestep.runtime.journal import Journal, Places
 from wholestep.runtime.stopwatch import Stopwatch
 
@@ -75,6 +76,7 @@ class Executable:
         """Execute once; returns the graph's outputs and what it leaves for the next call, by slot id."""
         with _waiting_torch.past_traps():
             inputs = [binding.read(leaves) for binding in self._inputs]
+        require_applied(inputs)
         for index, number in self._numbers.items():
             inputs[index] = number.holding(inputs[index])
         was_grad_enabled = torch.is_grad_enabled()

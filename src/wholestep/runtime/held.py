@@ -7,7 +7,7 @@ A held tensor looks as ever (shape, dtype, device, `requires_grad`), but
     its memory           is away, so that C++ that asks for its address raises; unless other threads run, one of which
                          may just be about to read there
     its module           hands out parameters only after they have been applied, as what they were before
-    its gradient         cannot be read either, if it has yet to come
+    its gradient         cannot be read or written either, if it has yet to come, or if the update still needs it
 
 Each of these can be taken away or put back at any time, any number of times.
 """
@@ -19,7 +19,7 @@ import operator
 import sys
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 from typing import Any
 
@@ -31,27 +31,39 @@ from wholestep.errors import WholestepError
 
 Errors = list[WholestepError]
 
-_appliers: list[Callable[[object], Errors]] = []
+_appliers: list[tuple[Callable[[object], Errors], Callable[[torch.Tensor], None]]] = []
 
 
-def when_looked_at(function: Callable[[object], Errors]) -> None:
-    """Say what applies everything that waits; it is told who looks, and returns why something could not be applied."""
-    _appliers[:] = [function]
+def when_looked_at(apply: Callable[[object], Errors], let_go: Callable[[torch.Tensor], None]) -> None:
+    """Say what applies everything that waits; it is told who looks, and returns why something could not be applied.
+
+    `let_go` is given a tensor that is held although all was applied: it gives it back if nobody has left work again.
+    """
+    _appliers[:] = [(apply, let_go)]
 
 
 def _apply(func: object, looked_at: Any) -> None:
     """Apply what waits; raises if that cannot be done for one of the tensors that are looked at."""
-    errors = [error for function in _appliers for error in function(func)]
+    errors = [error for apply, _ in _appliers for error in apply(func)]
     for value in _torch.tree_leaves(looked_at):
         if type(value) in _PLAIN and id(value) not in _by_tensor:
             value.__class__ = _PLAIN[type(value)]  # somebody has given the class of a held tensor to another one
         elif errors and isinstance(value, torch.Tensor) and (type(value) in _PLAIN or _waiting_torch.is_marked(value)):
             raise errors[0]
+        elif type(value) in _PLAIN:
+            for _, let_go in _appliers:
+                let_go(value)
 
 
 def _apply_and_call(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> Any:
     _apply(func, (args, kwargs))
     return func(*args, **(kwargs or {}))
+
+
+def require_applied(values: Iterable[Any]) -> None:
+    """Apply what waits if one of these values is held; raises if that cannot be done."""
+    if any(type(value) in _PLAIN for value in values):
+        _apply(require_applied, list(values))
 
 
 class GuardedParameter(nn.Parameter):
@@ -93,84 +105,167 @@ _GUARDED: dict[type, type] = {nn.Parameter: GuardedParameter, torch.Tensor: Guar
 
 _PLAIN: dict[type, type] = {guarded: plain for plain, guarded in _GUARDED.items()}
 
-# Who holds a tensor, by its identity and by that of the storages that stand in for its own and its gradient's.
+# What is known of a tensor, by its identity and by that of the storages that stand in for its own and its gradient's.
 _by_tensor: weakref.WeakValueDictionary[int, Held] = weakref.WeakValueDictionary()
 _by_storage: weakref.WeakValueDictionary[int, Held] = weakref.WeakValueDictionary()
+_by_gradient: weakref.WeakValueDictionary[int, Held] = weakref.WeakValueDictionary()
+
+
+def is_guarded(tensor: torch.Tensor) -> bool:
+    """Whether a tensor has the class of those that are held."""
+    return type(tensor) in _PLAIN
 
 
 class Held:
-    """One tensor, held or not. `real` is the tensor to work with meanwhile, in the same memory; None if not held."""
+    """One tensor, held or not. `real` is the tensor to work with meanwhile, in the same memory; None if not held.
 
-    def __init__(self, tensor: torch.Tensor, *, with_gradient: bool) -> None:
+    `real_gradient` is its gradient meanwhile; None if that has yet to come. `holder` is who held it last.
+    """
+
+    def __init__(self, tensor: torch.Tensor) -> None:
         self.tensor = tensor
         self.real: torch.Tensor | None = None
-        self._class = type(tensor)
+        self.real_gradient: torch.Tensor | None = None
+        self.holder: object = None
+        self._class = _PLAIN.get(type(tensor), type(tensor))
         self._stand_in = _waiting_torch.stand_in(tensor)
-        self._gradient = _waiting_torch.stand_in(tensor) if with_gradient else None
+        self._gradient: torch.Tensor | None = None
+        _by_storage[_waiting_torch.storage_id(self._stand_in)] = self
         _by_tensor[id(tensor)] = self
-        for made in (self._stand_in, self._gradient):
-            if made is not None:
-                _by_storage[_waiting_torch.storage_id(made)] = self
 
-    @property
-    def has_gradient(self) -> bool:
-        """Whether the gradient cannot be read either."""
-        return self._gradient is not None
+    @staticmethod
+    def of(tensor: torch.Tensor) -> Held:
+        """What is known of a tensor: the same for all who hold it one after the other."""
+        return _by_tensor.get(id(tensor)) or Held(tensor)
 
-    def holding(self, *, without_memory: bool) -> list[Callable[[], Any]]:
+    def holding(self, holder: object, *, without_memory: bool) -> list[Callable[[], Any]]:
         """What to call, past everything, to keep the tensor from readers; it does no harm if it is kept already."""
         real = self.tensor.detach() if self.real is None else self.real
         data = self._stand_in if without_memory else _waiting_torch.marked_alias(real)
         return [
+            partial(setattr, self, "holder", holder),
             partial(setattr, self, "real", real),
             partial(setattr, self.tensor, "__class__", _GUARDED[self._class]),
             _waiting_torch.setting_data(self.tensor, data),
-            *self.expecting_gradient(),
         ]
 
-    def expecting_gradient(self) -> list[Callable[[], Any]]:
-        """What to call, past everything, if the gradient has yet to come."""
-        return [] if self._gradient is None else [_waiting_torch.setting_gradient(self.tensor, self._gradient)]
+    def holding_gradient(self, *, keep: bool) -> list[Callable[[], Any]]:
+        """What to call, past everything, to keep the gradient from readers; it is put back only if `keep`."""
+        is_held = self._is_gradient_held()
+        real = self.real_gradient if is_held else self._current_gradient()
+        is_taken = _waiting_torch.is_gradient_taken(self.tensor, self._gradient)
+        if self._gradient is None or is_taken:  # whoever has taken that one shall not find the next gradient there
+            made = _waiting_torch.stand_in(self.tensor)
+            _by_gradient[_waiting_torch.storage_id(made)] = self
+            self._gradient = made
+        return [
+            partial(setattr, self, "real_gradient", real if keep else None),
+            _waiting_torch.setting_gradient_alias(self.tensor, self._gradient),
+        ]
 
     def giving_back(self) -> list[Callable[[], Any]]:
         """What to call, past everything, to let everybody have the tensor again; it does no harm if they have."""
         back = [] if self.real is None else [_waiting_torch.setting_data(self.tensor, self.real)]
-        with _waiting_torch.past_traps():
-            is_expected = self._gradient is not None and self.tensor.grad is self._gradient
+        if self._is_gradient_held():
+            back.append(_waiting_torch.setting_gradient(self.tensor, self.real_gradient))
         return [
             *back,
-            *([_waiting_torch.setting_gradient(self.tensor, None)] if is_expected else []),
+            partial(setattr, self, "real_gradient", None),
             partial(setattr, self.tensor, "__class__", self._class),
             partial(setattr, self, "real", None),
         ]
 
+    def drop_gradient(self) -> None:
+        """Let go of the gradient if the tensor has none, or another one by now."""
+        if self.real_gradient is not None and not self._is_gradient_held():
+            self.real_gradient = None
+
+    def _current_gradient(self) -> torch.Tensor | None:
+        with _waiting_torch.past_traps():
+            return self.tensor.grad
+
+    def _is_gradient_held(self) -> bool:
+        gradient = self._current_gradient()
+        return gradient is not None and _waiting_torch.is_marked(gradient)
+
     def resolve(self, tensor: torch.Tensor) -> None:
-        """Let an alias that was taken from the held tensor or its gradient lie where that lies now."""
-        gradient = self._gradient
-        is_gradient = gradient is not None and _waiting_torch.storage_id(gradient) == _waiting_torch.storage_id(tensor)
-        source = self.tensor.grad if is_gradient else self.tensor
-        if source is None or _waiting_torch.is_marked(source):
+        """Let an alias that was taken from the held tensor lie where that lies now."""
+        source = self.real if self.real is not None else self.tensor
+        _waiting_torch.unmark(tensor, source.untyped_storage())
+
+    def resolve_gradient(self, tensor: torch.Tensor) -> None:
+        """Let an alias that was taken from its gradient lie where that lies now."""
+        source = self._current_gradient()
+        is_current = self._gradient is not None and (
+            _waiting_torch.storage_id(self._gradient) == _waiting_torch.storage_id(tensor)
+        )
+        if not is_current or source is None or _waiting_torch.is_marked(source):
             raise WholestepError(
                 "this gradient was taken while it had yet to come, and the next step began before anybody read it; "
                 "read gradients before the next step"
             )
-        if is_gradient:
-            _waiting_torch.set_data(tensor, source.detach())
-        else:
-            _waiting_torch.unmark(tensor, source.untyped_storage())
+        _waiting_torch.set_data(tensor, source.detach())
 
 
-def hold(tensors: Iterable[Held], modules: Iterable[HeldParameters], then: Callable[[], Any]) -> None:
-    """Keep tensors from readers, wherever they look: all at once. `then` is a call of C that notes it."""
-    is_alone = threading.active_count() == 1
-    calls = [call for held in tensors for call in held.holding(without_memory=is_alone)]
-    _waiting_torch.past_everything([*calls, *(own.holding() for own in modules), then])
+def behind(tensor: torch.Tensor) -> torch.Tensor | None:
+    """The tensor that has the memory of another one, held or not; None if it has yet to come."""
+    if is_guarded(tensor):
+        held = _by_tensor.get(id(tensor))
+        return None if held is None else held.real
+    if _waiting_torch.is_marked(tensor):
+        held = _by_gradient.get(_waiting_torch.storage_id(tensor))
+        return None if held is None else held.real_gradient
+    return tensor
 
 
-def give_back(tensors: Iterable[Held], modules: Iterable[HeldParameters], then: Callable[[], Any]) -> None:
-    """Let everybody have tensors again, all at once."""
-    calls = [call for held in tensors for call in held.giving_back()]
-    _waiting_torch.past_everything([*calls, *(own.giving_back() for own in modules), then])
+class Grip:
+    """Tensors that a holder holds together, by slot id, and the modules that own them.
+
+    `gradients` are the slots of those whose gradient is held too, and whether it is put back afterwards (`keep`).
+    """
+
+    def __init__(
+        self, holder: object, by_slot: dict[str, Held], gradients: Mapping[str, bool], modules: Iterable[nn.Module]
+    ) -> None:
+        self._holder = holder
+        self.by_slot = by_slot
+        self.is_complete = False
+        """Whether all of them are held."""
+        self._tensors = list({id(held): held for held in by_slot.values()}.values())
+        self._gradients = [(by_slot[slot], keep) for slot, keep in gradients.items() if slot in by_slot]
+        self._modules = list(map(HeldParameters, modules))
+
+    def hold(self) -> None:
+        """Keep them from readers, wherever they look: all at once."""
+        is_alone = threading.active_count() == 1
+        calls = [call for held in self._tensors for call in held.holding(self._holder, without_memory=is_alone)]
+        calls += [own.holding() for own in self._modules]
+        calls += [*self._holding_gradients(), partial(setattr, self, "is_complete", True)]
+        _waiting_torch.past_everything(calls)
+
+    def hold_gradients(self) -> None:
+        """Keep the gradients from readers, which another call has computed since."""
+        if self._gradients:
+            _waiting_torch.past_everything(self._holding_gradients())
+
+    def drop_gradients(self) -> None:
+        """Let go of gradients that their tensors do not have any more."""
+        for held, _ in self._gradients:
+            held.drop_gradient()
+
+    def _holding_gradients(self) -> list[Callable[[], Any]]:
+        return [call for held, keep in self._gradients for call in held.holding_gradient(keep=keep)]
+
+    def give_back(self, then: Callable[[], Any]) -> None:
+        """Let everybody have them again, all at once. `then` is a call of C that notes it."""
+        calls = [call for held in self._tensors for call in held.giving_back()]
+        _waiting_torch.past_everything([*calls, *(own.giving_back() for own in self._modules), then])
+
+    def give_back_one(self, tensor: torch.Tensor) -> None:
+        """Let everybody have one of them again, if it is held, and was by this holder."""
+        for held in self._tensors:
+            if held.tensor is tensor and held.real is not None and held.holder is self._holder:
+                _waiting_torch.past_everything(held.giving_back())
 
 
 class Owners:
@@ -182,7 +277,8 @@ class Owners:
     """
 
     def __init__(self) -> None:
-        self._num_references: dict[int, int] = {}
+        # By tensor: its storage, as it was when nobody else knew it, and the fewest references to the tensor then.
+        self._seen: dict[int, tuple[weakref.ref[torch.UntypedStorage], int]] = {}
 
     def why_not_held(self, tensors: Iterable[torch.Tensor]) -> str:
         """Why somebody could look at one of these tensors unseen; "" if nobody can."""
@@ -191,11 +287,15 @@ class Owners:
         for tensor in tensors:
             if type(tensor) not in _GUARDED or tensor.layout is not torch.strided:
                 return f"one of them is a {type(tensor).__name__}, which has ways of its own to be read"
+            if _waiting_torch.is_held_in_cpp(tensor):
+                return "C++ holds one of them (a TorchScript module, an autograd graph), and may read it unasked"
             key, num_users, is_known_elsewhere = _waiting_torch.storage_users(tensor)
             num_references = sys.getrefcount(tensor) - (id(tensor) in _by_tensor)
+            num_before = self._num_references_before(tensor)
             if not is_known_elsewhere:
-                self._num_references[id(tensor)] = num_references
-            elif num_references > self._num_references.get(id(tensor), 0):
+                fewest = num_references if num_before is None else min(num_before, num_references)
+                self._seen[id(tensor)] = weakref.ref(tensor.untyped_storage()), fewest
+            elif num_before is None or num_references > num_before:
                 return "the memory of one of them is shared with NumPy, DLPack, a file or another process"
             num_expected[key] = num_expected.get(key, 0) + 1
             num_found[key] = num_users
@@ -203,13 +303,25 @@ class Owners:
             return "somebody holds a view of one of them (`.data`, `.detach()` or a storage)"
         return ""
 
+    def _num_references_before(self, tensor: torch.Tensor) -> int | None:
+        """How many had a tensor when only PyTorch knew the memory it has now; None if that was never so."""
+        storage, number = self._seen.get(id(tensor), (None, 0))
+        return None if storage is None or storage() is not tensor.untyped_storage() else number
+
 
 def _resolve(tensor: torch.Tensor) -> None:
-    owner = _by_storage.get(_waiting_torch.storage_id(tensor))
+    """Take the key off a tensor that was an alias of a held one; one that is held itself is looked at again."""
+    if is_guarded(tensor):
+        return
+    if _waiting_torch.has_memory(tensor):
+        _waiting_torch.unmark(tensor)
+        return
+    storage = _waiting_torch.storage_id(tensor)
+    owner, owner_of_gradient = _by_storage.get(storage), _by_gradient.get(storage)
     if owner is not None:
         owner.resolve(tensor)
-    elif _waiting_torch.has_memory(tensor):
-        _waiting_torch.unmark(tensor)
+    elif owner_of_gradient is not None:
+        owner_of_gradient.resolve_gradient(tensor)
     else:
         raise WholestepError(
             "this tensor was taken past PyTorch's torch functions while an update of it waited, and what it was taken "
@@ -224,8 +336,9 @@ class HeldParameters(dict[str, Any]):
     """
 
     def __init__(self, module: nn.Module) -> None:
+        own = _torch.own_parameters(module)
         self._module = module
-        self._own = _torch.own_parameters(module)
+        self._own = own._own if isinstance(own, HeldParameters) else own
         super().__init__(self._own)
 
     def holding(self) -> Callable[[], Any]:

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
+from wholestep import _waiting_torch
 from wholestep.cost import measure_peak
+from wholestep.cost.measure import tensors_of
 from wholestep.cost.memory import tensors_in
 from wholestep.graph import StepGraph
 from wholestep.lower import Region
+from wholestep.runtime import held
 from wholestep.runtime.rotation import Rotation
 
 
@@ -64,9 +67,8 @@ def run_measured(step: Callable[[], Any], rotation: Rotation, owners: Any, known
     executable = rotation.in_loop
     if executable is None:
         return step(), known
-    rotation.pending.release()  # to look at memory is not to look at values
     if known.peak_bytes is None and _peak_is_seen(rotation.graph):
-        found = measure_peak(step, held=[owners, rotation.pending.carries])
+        found = measure_peak(step, held=[owners, rotation.pending.carries], find=_tensors_behind)
         return found.result, replace(known, peak_bytes=found.peak_bytes) if rotation.in_loop else known
     is_cuda = _is_on_cuda(rotation.graph)
     with executable.timed(is_cuda=is_cuda) as stopwatch:
@@ -79,6 +81,13 @@ def run_measured(step: Callable[[], Any], rotation: Rotation, owners: Any, known
         return result, known
     taken = MeasuredStep(step_us, () if stopwatch is None else stopwatch.parts())
     return result, replace(known, steps=(*known.steps, taken))
+
+
+def _tensors_behind(owners: Any) -> Iterable[torch.Tensor]:
+    """Tensors that have memory: to look at that is not to look at values, and applies nothing."""
+    with _waiting_torch.past_traps():
+        found = [held.behind(tensor) for tensor in tensors_of(owners)]
+    return [tensor for tensor in found if tensor is not None]
 
 
 def _peak_is_seen(graph: StepGraph) -> bool:

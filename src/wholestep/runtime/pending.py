@@ -15,11 +15,12 @@ to be done afterwards is done again by whoever comes next, as all of it can be d
 from __future__ import annotations
 
 import atexit
+import contextlib
 import logging
 import os
 import threading
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -31,7 +32,7 @@ from wholestep import _waiting_torch
 from wholestep.capture import source
 from wholestep.errors import RankError, WholestepError
 from wholestep.runtime.executable import Executable
-from wholestep.runtime.held import Held, HeldParameters, Owners, give_back, hold, when_looked_at
+from wholestep.runtime.held import Grip, Held, Owners, is_guarded, when_looked_at
 from wholestep.runtime.journal import Journal
 
 logger = logging.getLogger(__name__)
@@ -76,12 +77,13 @@ class _Lost:
 class Targets:
     """What waiting updates of a step change or look at: reads the tensors by slot id.
 
-    `gradients` are the slots of parameters whose gradient comes with the update, `versioned` those whose version an
-    update in eager counts up, `modules` those that own parameters.
+    `gradients` are the slots of parameters whose gradient comes with the update (False), or is there already and still
+    needed by it (True); `versioned` those whose version an update in eager counts up, `modules` those that own
+    parameters.
     """
 
     read: Callable[[], dict[str, torch.Tensor]]
-    gradients: frozenset[str]
+    gradients: Mapping[str, bool]
     versioned: frozenset[str]
     modules: Sequence[nn.Module]
 
@@ -98,11 +100,11 @@ class Pending:
         self._targets = targets
         self._flush = flush
         self._work: _Left | _Begun | _Lost | None = None
-        self._held: dict[str, Held] = {}
-        self._tensors: list[Held] = []
-        self._expecting: list[Held] = []
-        self._modules: list[HeldParameters] = []
-        self._is_holding = False
+        # What is held, in whole or in part: there before the first tensor is, gone only after the last.
+        self._grip: Grip | None = None
+        # What was held last: it has the stand-ins.
+        self._last_grip: Grip | None = None
+        self._holder = object()
         self._readers: list[int] = []
         self.runner: int | None = None
         self._is_locked_for_fork = False
@@ -143,12 +145,15 @@ class Pending:
         # A signal handler may look at any time, and begin itself; not between these two lines, nor those below.
         if self._work is not work:
             return None
-        reals = {slot_id: held.tensor if held.real is None else held.real for slot_id, held in self._held.items()}
+        known = {} if self._last_grip is None else self._last_grip.by_slot
+        reals = {slot_id: held.tensor if held.real is None else held.real for slot_id, held in known.items()}
         begun = _Begun(work.number, executable, executable.begin(carries | reals))
         del carries
         if self._work is work:
             self._work = begun
             work.carries.clear()
+            if self._grip is not None:
+                self._grip.drop_gradients()
             return begun.journal
         return None
 
@@ -156,12 +161,14 @@ class Pending:
         """A call has applied all work before it, and leaves this."""
         left = _Left(number, carries)
         while self._work is not left:
-            if not self._is_holding:
+            grip = self._grip
+            if grip is None or not grip.is_complete:
                 self._hold()
-            elif self._expecting:
-                _waiting_torch.past_everything([call for held in self._expecting for call in held.expecting_gradient()])
+            else:
+                grip.hold_gradients()
+            grip = self._grip
             # A signal handler may have looked meanwhile, and let go of everything; not between these two.
-            if self._is_holding:
+            if grip is not None and grip.is_complete and self._grip is grip:
                 self._work = left
 
     def settle(self, *, is_blocking: bool = True) -> None:
@@ -169,7 +176,7 @@ class Pending:
 
         If another thread runs the step just now, wait until it is through, or with `is_blocking=False` do nothing.
         """
-        if not self._is_holding and self._work is None and self not in _waiting:
+        if self._grip is None and self._work is None and self not in _waiting:
             return
         me = threading.get_ident()
         if not is_blocking and self.runner not in (None, me):
@@ -177,8 +184,14 @@ class Pending:
         self._readers.append(me)
         switches = _waiting_torch.Switches()
         try:
+            if self._would_wait_for_ever(me):
+                raise WholestepError(
+                    f"{self.name} and another compiled step run in two threads, and each waits for an update that the "
+                    "other has yet to finish; let threads whose steps read each other's models take turns, or pass "
+                    "cross_iteration='none'"
+                )
             with self.turn:
-                with _waiting_torch.ordinary_operators():
+                with _waiting_torch.ordinary_keys(), _waiting_torch.outside_modes():
                     self._bring_to_an_end()
                 work, self._work = self._work, None
                 self._give_back()
@@ -187,6 +200,18 @@ class Pending:
         finally:
             self._readers.remove(me)
             switches.put_back()
+
+    def _would_wait_for_ever(self, me: int) -> bool:
+        """Whether the thread that runs this step waits, in the end, for one that this thread runs.
+
+        Threads say what they are about to wait for before they ask: of those in a circle the last one sees it.
+        """
+        thread, passed = self.runner, set[int]()
+        while thread is not None and thread != me and thread not in passed:
+            passed.add(thread)
+            awaited = [other for other in list(_known) if thread in other._readers and other.runner != thread]
+            thread = awaited[0].runner if awaited else None
+        return thread == me and bool(passed)
 
     def _bring_to_an_end(self) -> None:
         if self._flush is not None:
@@ -206,7 +231,8 @@ class Pending:
     def _missing(self, work: _Begun | _Left, reason: str) -> str:
         return (
             f"the update of call {work.number} of {self.name} is missing, it could not be applied: {reason}; what it "
-            "would have changed (parameters, gradients, optimizer state) cannot be read. Go on from a checkpoint"
+            "would have changed (parameters, gradients, optimizer state) cannot be read. Go on from a checkpoint, "
+            "with a new model"
         )
 
     def why_failed(self) -> str:
@@ -223,32 +249,34 @@ class Pending:
             raise RankError(reason) from error
         self.settle()
 
-    def release(self) -> None:
-        """Give all tensors back although work waits: only for those who look at memory and not at values."""
-        self._give_back()
-
     def _hold(self) -> None:
         tensors = self._targets.read()
-        known = self._held
+        last = self._last_grip
+        known = {} if last is None else last.by_slot
+        if self._grip is None and any(is_guarded(tensor) for tensor in tensors.values()):
+            _free(tensors.values(), but=self)
         if tensors.keys() != known.keys() or any(known[slot_id].tensor is not t for slot_id, t in tensors.items()):
-            held: dict[int, Held] = {}
-            for slot_id, tensor in tensors.items():
-                if id(tensor) not in held:
-                    held[id(tensor)] = Held(tensor, with_gradient=slot_id in self._targets.gradients)
-            self._held = {slot_id: held[id(tensor)] for slot_id, tensor in tensors.items()}
-            self._tensors = list(held.values())
-            self._expecting = [item for item in self._tensors if item.has_gradient]
-        self._modules = [HeldParameters(module) for module in self._targets.modules]
+            known = {slot_id: Held.of(tensor) for slot_id, tensor in tensors.items()}
+        grip = Grip(self._holder, known, self._targets.gradients, self._targets.modules)
         _waiting_torch.increment_versions([tensors[slot_id] for slot_id in self._targets.versioned & tensors.keys()])
+        self._last_grip = grip
         if self not in _waiting:
             _waiting.append(self)
-        hold(self._tensors, self._modules, partial(setattr, self, "_is_holding", True))
+        self._grip = grip
+        grip.hold()
 
     def _give_back(self) -> None:
-        if self._is_holding:
-            give_back(self._tensors, self._modules, partial(setattr, self, "_is_holding", False))
+        grip = self._grip
+        if grip is not None:
+            grip.give_back(partial(setattr, self, "_grip", None))
         if self in _waiting:
             _waiting.remove(self)
+
+    def let_go(self, tensor: torch.Tensor) -> None:
+        """Give a tensor back that is held although nothing here holds any."""
+        with self.turn:
+            if self._grip is None and self._last_grip is not None:
+                self._last_grip.give_back_one(tensor)
 
     def why_not_held(self) -> str:
         """Why updates cannot wait: somebody could look at what they change unseen; "" if nobody can."""
@@ -320,10 +348,14 @@ def flush_all() -> None:
 
 
 def flush_others(but: Pending | None) -> None:
-    """Apply everything that waits in this process except one, and except what other threads are busy with."""
+    """Apply everything that waits in this process except one, and except what other threads are busy with.
+
+    What cannot be applied is no concern of those who do not read it; those who do are told then.
+    """
     for pending in list(_waiting):
         if pending is not but:
-            pending.settle(is_blocking=False)
+            with contextlib.suppress(WholestepError):
+                pending.settle(is_blocking=False)
 
 
 def _apply_for(func: object) -> list[WholestepError]:
@@ -336,6 +368,22 @@ def _apply_for(func: object) -> list[WholestepError]:
         except WholestepError as error:
             errors.append(error)
     return errors
+
+
+def _let_go(tensor: torch.Tensor) -> None:
+    """All was applied, and a tensor is still held: give it back if nobody holds it who has left work since."""
+    for pending in list(_known):
+        pending.let_go(tensor)
+
+
+def _free(tensors: Iterable[torch.Tensor], but: Pending) -> None:
+    """Make others give tensors back."""
+    for pending in list(_waiting):
+        if pending is not but:
+            pending.settle()
+    for tensor in tensors:
+        if is_guarded(tensor):
+            _let_go(tensor)
 
 
 def _flush_at_exit() -> None:
@@ -361,6 +409,6 @@ def _start_in_child() -> None:
         pending.start_in_child()
 
 
-when_looked_at(_apply_for)
+when_looked_at(_apply_for, _let_go)
 atexit.register(_flush_at_exit)
 os.register_at_fork(before=_enter_fork, after_in_parent=_leave_fork, after_in_child=_start_in_child)

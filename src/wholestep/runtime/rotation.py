@@ -16,7 +16,7 @@ from wholestep.capture import Capture
 from wholestep.capture.binding import Binding, FixedTensor
 from wholestep.graph import SlotKind, StepGraph, nodes_in, ops
 from wholestep.iteration import Kind, derive, moved_nodes
-from wholestep.iteration.moves import SHARED, found_again
+from wholestep.iteration.moves import SHARED, found_again, kept_gradients
 from wholestep.lower import Lower, dump_regions, memory_of
 from wholestep.passes import Pipeline, run_passes
 from wholestep.runtime.cuda_graph import why_not_recorded
@@ -180,10 +180,10 @@ class Rotation:
             values = {slot_id: binding.read([]) for slot_id, binding in bindings.items()}
             return {slot_id: value for slot_id, value in values.items() if isinstance(value, torch.Tensor)}
 
-        moved = set(moved_nodes(self._source))
-        results = self._source.results.items()
-        names = {slot_id.removeprefix(f"{SlotKind.GRAD}.") for slot_id, value in results if value in moved}
-        gradients = frozenset(slot.id for slot in self._source.slots_of_kind(SlotKind.PARAM) if slot.name in names)
+        kept = kept_gradients(self._source)
+        names = dict.fromkeys(kept, True) | dict.fromkeys(_coming_gradients(self._source), False)
+        params = self._source.slots_of_kind(SlotKind.PARAM)
+        gradients = {slot.id: names[slot.name] for slot in params if slot.name in names}
         ids = {id(binding.tensor) for binding in bindings.values() if isinstance(binding, FixedTensor)}
         modules = {id(module): module for root in capture.found.modules.values() for module in root.modules()}
         owners = [
@@ -222,7 +222,7 @@ def _written_slots(graph: StepGraph) -> dict[str, list[str]]:
 
 
 def _target_slots(graph: StepGraph) -> list[str]:
-    """Slots that moved nodes write or find again, and the parameters whose gradient they make."""
+    """Slots that moved nodes write or find again, and the parameters whose gradient they make or need."""
     moved = set(moved_nodes(graph))
     if not moved:
         return []
@@ -233,5 +233,11 @@ def _target_slots(graph: StepGraph) -> list[str]:
         if (node in again and not moved.isdisjoint(node.users)) or graph.updates.get(slot_id) in moved
     ]
     params = {slot.name: slot.id for slot in graph.slots_of_kind(SlotKind.PARAM)}
-    names = [slot_id.removeprefix(f"{SlotKind.GRAD}.") for slot_id, value in graph.results.items() if value in moved]
+    names = [*_coming_gradients(graph), *sorted(kept_gradients(graph))]
     return list(dict.fromkeys([*slots, *(params[name] for name in names if name in params)]))
+
+
+def _coming_gradients(graph: StepGraph) -> list[str]:
+    """Names of what gets its gradient from moved nodes."""
+    moved = set(moved_nodes(graph))
+    return [slot_id.removeprefix(f"{SlotKind.GRAD}.") for slot_id, value in graph.results.items() if value in moved]

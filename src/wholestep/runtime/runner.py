@@ -19,7 +19,7 @@ from wholestep.capture import Capture, capture, discover
 from wholestep.comm import FillBuckets, SplitOptimizer
 from wholestep.comm.plan import DataParallelPlan
 from wholestep.cost import dominant_logits, profile_memory
-from wholestep.errors import CaptureError, GuardError
+from wholestep.errors import CaptureError, GuardError, RankError
 from wholestep.graph import StepGraph
 from wholestep.iteration import Rotate
 from wholestep.lower import Decompose, Lower, Masks, WriteRegions
@@ -150,12 +150,23 @@ class StepRunner:
             if self._replicas is not None:
                 self._replicas.compare_options(chosen.capture, self._num_attempts)
             self._num_calls += 1
-            if self._num_calls <= self.options.verify:
-                flush_all()
-                return differential.checked_run(chosen, call, self._num_calls, self._average_gradients(chosen))
-            return chosen.run(call, is_last=is_last or self._is_max_iter, number=self._num_calls)
+            return self._run(chosen, call, is_last=is_last or self._is_max_iter)
         finally:
             switches.put_back()
+
+    def _run(self, chosen: Specialization, call: Call, *, is_last: bool) -> Any:
+        number, num_runs = self._num_calls, chosen.num_runs
+        try:
+            if number <= self.options.verify:
+                flush_all()
+                return differential.checked_run(chosen, call, number, self._averaging(chosen))
+            return chosen.run(call, is_last=is_last, number=number)
+        except BaseException as error:
+            # Errors of ranks come from others, those of capture before anything is sent.
+            is_ours = chosen.num_runs == num_runs and not isinstance(error, (RankError, CaptureError))
+            if self._replicas is not None and is_ours:
+                self._replicas.ranks.note_unfinished(f"call {number} of {self._name}")
+            raise
 
     def measure(self, *args: Any, **kwargs: Any) -> Any:
         """Run one step, like `step(...)`, and note what it takes; `measured`, `explain` and `report` tell.
@@ -429,12 +440,12 @@ class StepRunner:
             )
         return self._replicas
 
-    def _average_gradients(self, chosen: Specialization) -> Callable[[], None] | None:
-        """What eager has to do behind each backward to be comparable; nothing on one rank."""
+    def _averaging(self, chosen: Specialization) -> differential.Averaging | None:
+        """What eager has to do around each backward to be comparable; nothing on one rank."""
         replicas, plan = self._replicas, chosen.plan
         if replicas is None or plan is None:
             return None
-        return lambda: replicas.average_gradients(chosen.capture, plan)
+        return lambda: replicas.averaging_gradients(chosen.capture, plan)
 
     def _capture(self, call: Call, zero_gradients: frozenset[str]) -> Capture:
         """Capture with a symbolic batch where that is wanted and possible, with the sizes as they are otherwise."""

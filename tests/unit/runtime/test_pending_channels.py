@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import io
 import multiprocessing
 import os
 import threading
@@ -148,9 +149,13 @@ ALIASES: dict[str, Callable[[nn.Module, Optimizer], Any]] = {
     "dlpack": lambda m, _: to_dlpack(m.get_parameter("first.weight").detach()),
     "storage": lambda m, _: m.get_parameter("first.weight").untyped_storage(),
     "graph": lambda m, _: m.get_parameter("first.weight").t().square().sum(),
+    "graph that saves nothing": lambda m, _: (m.get_parameter("first.weight") + 1).sum(),
+    "jit.script": lambda m, _: torch.jit.script(m.get_submodule("first")),
+    "jit.trace": lambda m, _: torch.jit.trace(m.get_submodule("first"), X),
 }
 
 
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
 @pytest.mark.parametrize("name", ALIASES)
 def test_nothing_waits_that_others_can_see(name: str) -> None:
     pair = Pair("adamw")
@@ -164,12 +169,38 @@ def test_nothing_waits_that_others_can_see(name: str) -> None:
     pair.assert_same()
 
 
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_a_scripted_module_is_saved_with_its_updates() -> None:
+    """TorchScript's pickler reads memory in C++ and calls no operator."""
+    pair = Pair("sgd")
+    scripted = [torch.jit.script(side.model.first) for side in pair.sides]
+    pair.steps(3)
+    saved = [torch.jit.load(io.BytesIO(module.save_to_buffer())).weight for module in scripted]
+    assert torch.equal(*saved)
+    pair.assert_same()
+
+
 def test_a_view_of_the_past_does_not_matter() -> None:
     pair = Pair()
     pair.steps(2)
     pair.both(lambda model, _: model.get_parameter("first.weight").detach() * 1)
     pair.step()
     assert is_pending(pair.ours)
+
+
+def test_memory_of_an_array_that_came_later_does_not_wait() -> None:
+    pair = Pair("sgd")
+    others = list(pair.ours.model.parameters())
+    pair.steps(2)
+    del others
+    arrays = [numpy.ones((5, 4), dtype=numpy.float32) for _ in pair.sides]
+    for side, array in zip(pair.sides, arrays, strict=True):
+        del side.parameters
+        side.model.first.weight.data = torch.from_numpy(array)
+    for _ in range(3):
+        pair.step()
+        assert (arrays[0] == arrays[1]).all()
+    pair.assert_same()
 
 
 def test_shared_memory_does_not_wait() -> None:

@@ -22,6 +22,7 @@ from torch.optim import SGD, AdamW, Optimizer
 
 import wholestep
 from wholestep.runtime import pending
+from wholestep.runtime.held import GuardedTensor
 from wholestep.runtime.pending import flush_all
 
 TRACED = ("runtime/pending.py", "runtime/held.py", "runtime/journal.py", "runtime/rotation.py", "runtime/executable.py")
@@ -227,6 +228,27 @@ def test_interrupted_at_every_opcode(optimizer: str, act: str) -> None:
 @pytest.mark.parametrize("every", [37, pytest.param(1, marks=pytest.mark.slow)])
 def test_interrupted_in_the_last_call(every: int) -> None:
     _interrupt_everywhere("sgd", _step_last, every=every, check=Training.assert_finished_ones)
+
+
+def _exchange_states_and_step(training: Training) -> None:
+    """What was held is not what is to be held: it is all made anew."""
+    training.compiled.flush()
+    for state in training.optimizer.state.values():
+        state["step"] = state["step"].clone()
+    training.step()
+
+
+def _assert_held_and_whole(training: Training) -> None:
+    training.assert_whole()
+    training.step()
+    tensors = [state["step"] for state in training.optimizer.state.values()]
+    assert {type(tensor) for tensor in tensors} == {GuardedTensor}, "there is something to be seen"
+    training.assert_whole()
+
+
+@pytest.mark.parametrize("every", [37, pytest.param(1, marks=pytest.mark.slow)])
+def test_interrupted_where_tensors_are_held_for_the_first_time(every: int) -> None:
+    _interrupt_everywhere("adamw", _exchange_states_and_step, every=every, first=5, check=_assert_held_and_whole)
 
 
 class Alarm(BaseException):
