@@ -23,7 +23,7 @@ from torch import fx, nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 from torch.optim import Optimizer
 
-from wholestep import _torch
+from wholestep import _recording_torch, _torch
 from wholestep.capture import binding, blank, build, discover, source, swap, tree
 from wholestep.capture.collect import Collected, collect
 from wholestep.capture.discover import Reachable
@@ -225,6 +225,7 @@ def _recording(call: _Call, result: Collected, graph: StepGraph) -> Recording:
     for root in recorder.roots:
         if root.key is ARGUMENTS:
             root.forget_objects()
+    recorder.settle()
     program = Program(recorder.ledger, needed, tuple(recorder.generators))
     return Recording(tuple(recorder.roots), program, result.effects, call.numbers, call.session.numbers)
 
@@ -270,6 +271,8 @@ def _introduce(call: _Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> No
         if isinstance(lifted.real, torch.Tensor):
             for hook in _torch.tensor_hooks(lifted.real):
                 recorder.add_hook(hook)
+    for hook in _recording_torch.global_hooks():
+        recorder.add_hook(hook)
     recorder.give(args, kwargs)
     recorder.add_function(call.function)
     for module in call.found.modules.values():

@@ -89,7 +89,9 @@ class Recorder:
         self._places: dict[int, Place] = {}
         self._alive: list[Any] = []
         """Keeps owners from being freed, so that an id means one object."""
-        self._managed: set[int] = set()
+        self._managed: dict[int, dict[str, Any]] = {}
+        """By id of an owner that others look after: the items of it that are noted nonetheless."""
+        self._pinned: list[Place] = []
         self.handlers: dict[Any, Any] = {**BUILTINS, **outside.HANDLERS}
         self.outputs: list[outside.Output] = []
         self.is_deaf = False
@@ -131,10 +133,27 @@ class Recorder:
         """Where an object was found; None for one that the step has made itself."""
         return self._places.get(id(owner))
 
-    def manage(self, owner: Any) -> None:
-        """Leave an owner out: somebody else looks after it (parameters, optimizer state)."""
-        self._managed.add(id(owner))
+    def manage(self, owner: Any, noted: dict[str, Any] | None = None) -> None:
+        """Leave an owner out, but for reads of some of its items: somebody else looks after it (optimizer state)."""
+        self._managed[id(owner)] = noted or {}
         self._alive.append(owner)
+
+    def pin(self, owner: Any, step: Step, key: str, label: str = "") -> None:
+        """Something of torch's or of Python's own is read: the same object is expected there.
+
+        In a trace others stand in for some of these; `settle` finds the real ones.
+        """
+        above = self.root(owner, label)
+        if (step, key) not in above.children:
+            self._pinned.append(Place(above, step, key, None, Expectation.SAME))
+            above.children[step, key] = self._pinned[-1]
+
+    def settle(self) -> None:
+        """The trace is over: note what really stands at pinned places."""
+        for place in self._pinned:
+            assert place.parent is not None
+            place.value = take(place.parent.key, place.step, place.key)
+            place.kind = type(place.value)
 
     def _register(self, owner: Any, place: Place) -> None:
         self._alive.append(owner)
@@ -160,10 +179,20 @@ class Recorder:
     def add_optimizer(self, optimizer: Optimizer, label: str) -> None:
         """An optimizer that takes part: its groups and its state are guarded as such."""
         self.root(optimizer, label)
-        for owner in (optimizer.param_groups, *optimizer.param_groups, optimizer.state):
+        groups = optimizer.param_groups
+        self.note(optimizer, Step.ATTRIBUTE, "param_groups", groups)
+        for index, group in enumerate(groups):
+            self.note(groups, Step.ITEM, index, group)
+            options = {key: value for key, value in group.items() if key not in ("params", "lr")}
+            self.manage(group, options)
+            for key, value in options.items():
+                if isinstance(value, torch.Tensor):
+                    self.note(group, Step.ITEM, key, value)
+        for owner in (groups, optimizer.state):
             self.manage(owner)
         if type(optimizer).__module__.startswith("torch.optim"):  # flags of its own, which mean nothing to others
-            self.manage(vars(optimizer))
+            own = vars(optimizer)
+            self.manage(own, {key: value for key, value in own.items() if not _is_of_optimizers(key)})
         self.about_to_change(self.namespace_of(optimizer))
 
     def add_hook(self, hook: Any) -> None:
@@ -187,7 +216,7 @@ class Recorder:
     def note(self, owner: Any, step: Step, key: Any, value: Any, *, only_presence: bool = False) -> Place | None:
         """Something was read from an owner; returns its place, None if the owner is the step's own."""
         above = self._places.get(id(owner))
-        if above is None or id(owner) in self._managed or _torch.is_traced(value):
+        if above is None or _torch.is_traced(value) or self._is_managed(owner, step, key, value):
             return None
         known = above.children.get((step, _hashable(key)))
         if known is not None:
@@ -202,6 +231,15 @@ class Recorder:
             self._found(value, place)
         return place
 
+    def _is_managed(self, owner: Any, step: Step, key: Any, value: Any) -> bool:
+        """Whether a part is none of ours: not all of an owner's are, or the step has put it there itself."""
+        noted = self._managed.get(id(owner))
+        if noted is None:
+            return False
+        if step is not Step.ITEM or _is_of_optimizers(key):
+            return True
+        return noted.get(key, ABSENT) is not value and not (key in noted and type(value) is Number)
+
     def _found(self, value: Any, place: Place) -> None:
         if place.expectation in (Expectation.VALUE, Expectation.ABSENT, Expectation.NUMBER):
             return
@@ -209,7 +247,7 @@ class Recorder:
         if first is None or first.expectation is Expectation.PRESENT:  # only watched until now
             self._register(value, place)
             self.follow_operators(value)
-        elif place.expectation in (Expectation.OPEN, Expectation.TENSOR) and first is not place:
+        elif place.expectation is not Expectation.SAME and first is not place:
             place.twin = first
         if place.expectation is Expectation.ARRAY:
             place.value = value.copy()
@@ -228,7 +266,11 @@ class Recorder:
 
     def read_all(self, owner: Any) -> None:
         """Everything that a container held before the step wrote to it: keys or length, and each item."""
-        if self._places.get(id(owner)) is None or id(owner) in self._managed:
+        if self._places.get(id(owner)) is None:
+            return
+        if id(owner) in self._managed:
+            for key, value in self._managed[id(owner)].items():
+                self.note(owner, Step.ITEM, key, value)
             return
         kept = self.kept.get(id(owner))
         content = owner if kept is None else kept.before
@@ -530,6 +572,7 @@ class Recorder:
         kept = self.kept.get(id(owner))
         if kept is None:
             kept = self.kept[id(owner)] = Kept.of(owner)
+            self._places[id(owner)].is_written = True
         if operation:
             name, *args = operation
             noted: Operation = (name, tuple(args))
@@ -575,6 +618,11 @@ class Recorder:
 
     def refuse(self, what: str, advice: str) -> None:
         raise CaptureError(f"the step {what}", location=source.current_location(), advice=advice)
+
+
+def _is_of_optimizers(key: Any) -> bool:
+    """Whether an attribute of torch's optimizers or an item of a group is an input, or a flag of theirs."""
+    return key in ("state", "param_groups", "params", "lr") or str(key).startswith("_")
 
 
 def _hashable(key: Any) -> Any:
