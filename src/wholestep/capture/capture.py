@@ -32,7 +32,7 @@ from wholestep.capture.interpose import interposed
 from wholestep.capture.layouts import new_fake_mode
 from wholestep.capture.optimizer_state import State, initial_state
 from wholestep.capture.questions import Asked, Questions
-from wholestep.capture.record import Missed, Program, Recorder, Recording, Template, Unsymbolic, listening
+from wholestep.capture.record import Missed, Program, Recorder, Recording, Template, Unsymbolic, listening, participants
 from wholestep.capture.record.calls import choose
 from wholestep.capture.record.places import ARGUMENTS, Rooted, Step
 from wholestep.capture.session import Session
@@ -264,9 +264,9 @@ def _introduce(call: _Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> No
     recorder.symbol_of = recorder.ledger.symbol_of = call.session.symbol
     for name, root in call.found.modules.items():
         for path, module in root.named_modules():
-            recorder.add_module(module, f"{name}.{path}" if path else name)
+            participants.add_module(recorder, module, f"{name}.{path}" if path else name)
     for name, optimizer in call.found.optimizers.items():
-        recorder.add_optimizer(optimizer, name)
+        participants.add_optimizer(recorder, optimizer, name)
     for lifted in call.session.lifted.values():
         if isinstance(lifted.real, torch.Tensor):
             for hook in _torch.tensor_hooks(lifted.real):
@@ -274,7 +274,7 @@ def _introduce(call: _Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> No
     for hook in _recording_torch.global_hooks():
         recorder.add_hook(hook)
     recorder.give(args, kwargs)
-    recorder.add_function(call.function)
+    participants.add_function(recorder, call.function)
     for module in call.found.modules.values():
         recorder.enter_module(module)
 

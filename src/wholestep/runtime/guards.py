@@ -191,9 +191,7 @@ _SWITCHES: dict[str, Callable[[], Any]] = {
 def _library_guard() -> Check:
     """The functions of torch that its own code finds by name, which nobody follows: some programs replace them."""
     namespaces = Contents(_recording_torch.library_namespaces())
-    expected = [
-        {name: value for name, value in namespace.items() if callable(value)} for namespace in namespaces.dicts
-    ]
+    expected = [{name: value for name, value in namespace.items() if callable(value)} for namespace in namespaces.dicts]
 
     def check(_: Call) -> str | None:
         written = namespaces.written()

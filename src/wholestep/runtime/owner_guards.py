@@ -144,7 +144,7 @@ def _structure_guard(name: str, root: nn.Module) -> OwnerCheck:
             parameters, *rest = _recording_torch.registries(modules[index])
             own, others = expected[index]
             if own_dict(parameters) is not own or len(rest) != len(others) or not all(map(operator.is_, rest, others)):
-                return f"the parameters, buffers, submodules or hooks of module '{paths[index]}' were replaced as a whole"
+                return f"the parameters, buffers, submodules or hooks of module '{paths[index]}' were replaced"
         if written:
             namespaces.look()
         if children.changed() is not None:
@@ -318,7 +318,7 @@ class _State:
 
 def _rebindable_guard(capture: Capture) -> OwnerCheck:
     """Buffers and optimizer state may be exchanged for others (`load_state_dict`), but only of the same type."""
-    slots = capture.graph.slots_of_kind(SlotKind.BUFFER, SlotKind.STATE)
+    slots = [*capture.graph.slots_of_kind(SlotKind.BUFFER), *capture.graph.slots_of_kind(SlotKind.STATE)]
     bindings = [capture.bindings[slot.id] for slot in slots]
     modules = {module: None for root in capture.found.modules.values() for module in root.modules()}
     names = [*capture.found.optimizers]
@@ -332,7 +332,10 @@ def _rebindable_guard(capture: Capture) -> OwnerCheck:
 
     values = read()
     kinds = [isinstance(value, torch.Tensor) or type(value) for value in values]
-    types = _Types("a buffer or optimizer state", [value for value in values if isinstance(value, torch.Tensor)])
+    tensors = [value for value in values if isinstance(value, torch.Tensor)]
+    num_buffers = sum(slot.kind is SlotKind.BUFFER for slot in slots)
+    buffer_types = _Types("a buffer", tensors[:num_buffers])
+    state_types = _Types("optimizer state", tensors[num_buffers:])
 
     def look() -> str | None:
         """Find what stands there now."""
@@ -348,14 +351,15 @@ def _rebindable_guard(capture: Capture) -> OwnerCheck:
         if now != kinds:
             slot = next(slot for slot, old, new in zip(slots, kinds, now, strict=True) if old != new)
             return f"{slot.id} was a tensor before and is none now, or the other way round"
-        types.tensors = [value for value in values if isinstance(value, torch.Tensor)]
-        if len({*map(id, types.tensors)}) < len(types.tensors):
+        tensors = [value for value in values if isinstance(value, torch.Tensor)]
+        if len({*map(id, tensors)}) < len(tensors):
             return "two buffers or entries of optimizer state are one tensor now"
-        return None
+        buffer_types.tensors, state_types.tensors = tensors[:num_buffers], tensors[num_buffers:]
+        return state_types.difference()
 
     def check(_: object) -> str | None:
         difference = look() if buffers.written() or state.is_written() else None
-        return difference or types.difference()
+        return difference or buffer_types.difference()
 
     return check
 

@@ -23,7 +23,6 @@ from typing import Any
 import numpy as np
 import torch
 from torch import nn
-from torch.optim import Optimizer
 
 from wholestep import _recording_torch, _torch
 from wholestep.capture import source, tree
@@ -31,6 +30,7 @@ from wholestep.capture.record import outside, reads
 from wholestep.capture.record.calls import BUILTINS
 from wholestep.capture.record.follow import Followers, functions_in
 from wholestep.capture.record.numbers import Ledger, Number, origins_of, settled
+from wholestep.capture.record.participants import is_managed_item
 from wholestep.capture.record.places import (
     ABSENT,
     ARGUMENTS,
@@ -126,7 +126,7 @@ class Recorder:
         return place
 
     def stands_at(self, owner: Any, place: Place) -> None:
-        """Say that an object of the trace stands for what is at a place (a copy of an argument's container)."""
+        """Say that an object stands at a place (the trace's copy of an argument's container, a part that is watched)."""
         self._register(owner, place)
 
     def place_of(self, owner: Any) -> Place | None:
@@ -159,42 +159,6 @@ class Recorder:
         self._alive.append(owner)
         self._places[id(owner)] = place
 
-    def add_module(self, module: nn.Module, label: str) -> None:
-        """A model that takes part: its parameters and buffers are inputs, its other attributes are watched."""
-        self.known_modules.add(id(module))
-        self.root(module, label)
-        for name in ("_parameters", "_buffers"):
-            self.manage(vars(module)[name])
-        namespace = self.namespace_of(module)
-        self.about_to_change(namespace)
-        for name, part in vars(module).items():
-            if name == "_modules" or (name.endswith("_hooks") and isinstance(part, dict)):
-                self._watch(namespace, name, part)
-
-    def _watch(self, owner: Any, key: str, part: Any) -> None:
-        """Keep what a part of an owner holds, without expecting anything of it."""
-        self._register(part, Place(self._places[id(owner)], Step.ITEM, key, part, Expectation.PRESENT))
-        self.about_to_change(part)
-
-    def add_optimizer(self, optimizer: Optimizer, label: str) -> None:
-        """An optimizer that takes part: its groups and its state are guarded as such."""
-        self.root(optimizer, label)
-        groups = optimizer.param_groups
-        self.note(optimizer, Step.ATTRIBUTE, "param_groups", groups)
-        for index, group in enumerate(groups):
-            self.note(groups, Step.ITEM, index, group)
-            options = {key: value for key, value in group.items() if key not in ("params", "lr")}
-            self.manage(group, options)
-            for key, value in options.items():
-                if isinstance(value, torch.Tensor):
-                    self.note(group, Step.ITEM, key, value)
-        for owner in (groups, optimizer.state):
-            self.manage(owner)
-        if type(optimizer).__module__.startswith("torch.optim"):  # flags of its own, which mean nothing to others
-            own = vars(optimizer)
-            self.manage(own, {key: value for key, value in own.items() if not _is_of_optimizers(key)})
-        self.about_to_change(self.namespace_of(optimizer))
-
     def add_hook(self, hook: Any) -> None:
         """A hook that torch calls by itself."""
         self.root(hook)
@@ -202,14 +166,6 @@ class Recorder:
         if hasattr(hook, "__self__"):
             self.read_bound(hook)
         self.follow_all(hook)
-
-    def add_function(self, function: Any) -> None:
-        """The step itself: what it is bound to is always the same."""
-        owner = getattr(function, "__self__", None)
-        if owner is not None and not is_plain(owner):
-            self.root(owner, "self")
-        if not is_plain(function):
-            self.root(function)
 
     # Reads
 
@@ -236,7 +192,7 @@ class Recorder:
         noted = self._managed.get(id(owner))
         if noted is None:
             return False
-        if step is not Step.ITEM or _is_of_optimizers(key):
+        if step is not Step.ITEM or is_managed_item(key):
             return True
         return noted.get(key, ABSENT) is not value and not (key in noted and type(value) is Number)
 
@@ -618,11 +574,6 @@ class Recorder:
 
     def refuse(self, what: str, advice: str) -> None:
         raise CaptureError(f"the step {what}", location=source.current_location(), advice=advice)
-
-
-def _is_of_optimizers(key: Any) -> bool:
-    """Whether an attribute of torch's optimizers or an item of a group is an input, or a flag of theirs."""
-    return key in ("state", "param_groups", "params", "lr") or str(key).startswith("_")
 
 
 def _hashable(key: Any) -> Any:
