@@ -126,7 +126,7 @@ class Recorder:
         return place
 
     def stands_at(self, owner: Any, place: Place) -> None:
-        """Say that an object stands at a place (the trace's copy of an argument's container, a part that is watched)."""
+        """Say that an object stands at a place: the trace's copy of a container, or a part that is watched."""
         self._register(owner, place)
 
     def place_of(self, owner: Any) -> Place | None:
