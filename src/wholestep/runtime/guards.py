@@ -191,20 +191,25 @@ _SWITCHES: dict[str, Callable[[], Any]] = {
 def _library_guard() -> Check:
     """The functions of torch that its own code finds by name, which nobody follows: some programs replace them."""
     namespaces = Contents(_recording_torch.library_namespaces())
-    expected = [{name: value for name, value in namespace.items() if callable(value)} for namespace in namespaces.dicts]
+    expected = [_callables(namespace) for namespace in namespaces.dicts]
 
     def check(_: Call) -> str | None:
         written = namespaces.written()
         for index in written:
-            now = namespaces.dicts[index]
-            for name, function in expected[index].items():
-                if now.get(name) is not function:
-                    return f"the function {getattr(function, '__qualname__', name)} of torch was replaced"
+            now, before = _callables(namespaces.dicts[index]), expected[index]
+            # A method that was not there before hides one of a base class.
+            changed = next((name for name in {**before, **now} if before.get(name) is not now.get(name)), None)
+            if changed is not None:
+                return f"the function '{changed}' of torch was replaced"
         if written:
             namespaces.look()
         return None
 
     return check
+
+
+def _callables(namespace: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in namespace.items() if callable(value)}
 
 
 def _argument_gradients_guard(capture: Capture, call: Call) -> Check:

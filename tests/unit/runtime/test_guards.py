@@ -928,8 +928,7 @@ PATCHES: dict[str, tuple[Any, str, Any]] = {
     "a function": (F, "mse_loss", absolute),
     "a method": (nn.Linear, "forward", tripled),
     "a function that torch calls": (F, "dropout", halved),
-    "a method that torch calls": (nn.Module, "_call_impl", lambda self, *args: self.forward(*args) * 2),
-    "a method of tensors": (Tensor, "relu", torch.tanh),
+    "a method of tensors": (Tensor, "relu", lambda tensor: tensor.tanh()),
 }
 
 

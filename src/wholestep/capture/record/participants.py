@@ -21,6 +21,7 @@ def add_module(recorder: Recorder, module: nn.Module, label: str) -> None:
     for name in ("_parameters", "_buffers"):
         recorder.manage(vars(module)[name])
     namespace = recorder.namespace_of(module)
+    recorder.identify(namespace)  # what is guarded of a module is looked for there
     recorder.about_to_change(namespace)
     for name, part in vars(module).items():
         if name == "_modules" or (name.endswith("_hooks") and isinstance(part, dict)):

@@ -338,7 +338,8 @@ class Recorder:
     def read_bound(self, method: Any) -> None:
         """A bound method from outside is called: what it is bound to was there as well."""
         if id(method) in self._places:
-            self.note(method, Step.ATTRIBUTE, "__self__", method.__self__)
+            for name in ("__self__", "__func__"):
+                self.note(method, Step.ATTRIBUTE, name, take(method, Step.ATTRIBUTE, name))
 
     def read_attribute(self, owner: Any, name: str) -> None:
         reads.read_attribute(self, owner, name)
@@ -563,7 +564,9 @@ class Recorder:
 
     def follow_operators(self, owner: Any) -> None:
         """Follow what a class does when its objects are used: operators, `with`, iteration, calls."""
-        for function in self.followers.operators(type(owner)):
+        for base, name, function in self.followers.operators(type(owner)):
+            self.root(base)
+            self.note(base, Step.CLASS, name, function)
             self.follow(function)
 
     def follow_class(self, cls: type) -> None:
