@@ -316,6 +316,21 @@ def test_an_array_changed_in_place() -> None:
         twins.step()
 
 
+def test_an_array_of_a_closure_changed_in_place() -> None:
+    def make(world: World) -> Callable[..., Tensor]:
+        weights = world.state.weights
+
+        def step(model: nn.Module, optimizer: Optimizer) -> Tensor:
+            return mse_step(model, optimizer, X, Y) * float(weights[0])
+
+        return step
+
+    twins = Twins(with_state(weights=lambda: np.ones(3)), make=make, call=call_with_model)
+    twins.steps(3)
+    twins.change(lambda world: world.state.weights.fill(2.0))
+    twins.steps(3)
+
+
 class Doubling:
     factor = 2.0
 
@@ -376,9 +391,13 @@ MERGED: dict[str, tuple[Callable[[], Any], Callable[[Any, Tensor], Tensor]]] = {
 @pytest.mark.parametrize("kind", MERGED)
 def test_two_objects_that_become_one_and_two_again(kind: str) -> None:
     make, read = MERGED[kind]
+
+    def merge(world: World) -> None:
+        world.state.first = world.state.second = make()
+
     twins = Twins(with_state(first=make, second=make), make=read_world(read), call=call_with_model)
     twins.steps(2)
-    twins.change(lambda world: setattr(world.state, "second", world.state.first))
+    twins.change(merge)
     twins.steps(2)
     twins.change(lambda world: setattr(world.state, "second", make()))
     twins.steps(2)

@@ -182,7 +182,8 @@ class ReadGuard:
         elif step is Step.CELL:
             is_variable = isinstance(self._now[place.parent], ContextVar)
             get = f"take({owner}, CELL, None)" if is_variable else f"{owner}.cell_contents"
-            yield f"{get} is {value}" if expected is not Expectation.NUMBER else f"type({get}) is type({value})"
+            is_empty = expected is Expectation.ABSENT
+            yield from [f"{get} is {value}"] if is_empty else self._test(get, owner, key, value, expected)
         elif step is Step.LENGTH:
             yield "True" if expected is Expectation.NUMBER else f"len({owner}) == {value}"
         elif step is Step.TRUTH:
@@ -198,7 +199,7 @@ class ReadGuard:
         elif expected is Expectation.NUMBER:
             yield f"type({get}) is type({value})"
         elif expected is Expectation.ARRAY:
-            yield f"equal_arrays({get}, expected_{value})"
+            yield f"{get} is {value} and equal_arrays({value}, expected_{value})"
         else:
             yield f"{get} is {value}"
 
