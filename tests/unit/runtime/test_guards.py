@@ -873,6 +873,11 @@ def test_a_hook_exchanged_for_another_one(kind: str) -> None:
     assert twins.num_captures == 2
 
 
+def halve(optimizer: Optimizer, *_: Any) -> None:
+    for parameter in optimizer.param_groups[0]["params"]:
+        parameter.data.mul_(0.5)
+
+
 @pytest.mark.parametrize("is_there_first", [False, True])
 def test_hooks_for_all_modules_and_all_optimizers(is_there_first: bool) -> None:
     twins = Twins(small_world(), mse_step)
@@ -883,9 +888,7 @@ def test_hooks_for_all_modules_and_all_optimizers(is_there_first: bool) -> None:
         register_module_forward_hook(
             lambda module, _args, output: output * factors[0] if isinstance(module, nn.Linear) else None
         ),
-        register_optimizer_step_post_hook(
-            lambda optimizer, *_: [p.data.mul_(0.5) for group in optimizer.param_groups for p in group["params"]][:0]
-        ),
+        register_optimizer_step_post_hook(halve),
     ]
     try:
         twins.steps(2, X, Y)
@@ -960,6 +963,8 @@ def buffered(change: Callable[[nn.Module], Any]) -> Twins:
     """A model whose buffer is changed between steps."""
 
     class Weighted(SmallNet):
+        weights: Tensor
+
         def __init__(self) -> None:
             super().__init__()
             self.register_buffer("weights", torch.full((3,), 2.0))
@@ -997,6 +1002,9 @@ def test_a_buffer_that_is_to_be_trained_from_now_on() -> None:
 
 def test_two_buffers_that_become_one() -> None:
     class Counting(SmallNet):
+        seen: Tensor
+        offset: Tensor
+
         def __init__(self) -> None:
             super().__init__()
             self.register_buffer("seen", torch.zeros(()))
