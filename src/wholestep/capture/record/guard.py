@@ -240,7 +240,7 @@ class ReadGuard:
             "version": dict_version,
             "note": self._note_version,
         }
-        objects = [value for value in self._now.values() if _has_changeable_class(value)]
+        objects = [*{id(value): value for value in self._now.values() if _has_changeable_class(value)}.values()]
         tensors = {id(self._now[place]): self._now[place] for place in self._types if place.step is not Step.CALL}
         names |= {"objects": objects, "classes": [*map(type, objects)], "tensors": [*tensors.values()]}
         names["have_types"] = tensor_types(names["tensors"])
