@@ -7,6 +7,7 @@ Seen in torch 2.13.
 from __future__ import annotations
 
 import contextlib
+import gc
 import sys
 from collections.abc import Callable, Generator
 from types import CodeType
@@ -17,6 +18,7 @@ import torch
 from torch._C._dynamo import eval_frame as _eval_frame
 from torch._C._dynamo import guards as _guards
 from torch._dynamo.types import ConvertFrameReturn, FrameAction, FrameExecStrategy
+from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
 from wholestep._torch import FunctionalTensor, outside_modes
 
@@ -58,9 +60,48 @@ def class_in_eager(value: Any) -> type:
     return type(value)
 
 
-def num_hooks(owner: torch.nn.Module | torch.optim.Optimizer) -> tuple[int, ...]:
-    """How many hooks of each kind a module or optimizer has; hooks are traced, so a new one needs a new capture."""
-    return tuple([len(value) for name, value in vars(owner).items() if name.endswith("_hooks")])
+# Hooks that a step runs. Of a module: `_parameters` comes first, then all other dicts that it keeps its parts in.
+_MODULE_HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
+_OPTIMIZER_HOOKS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
+_REGISTRIES = ("_parameters", "_buffers", "_modules", *_MODULE_HOOKS)
+_GLOBAL_HOOKS: list[dict[int, Any]] = [
+    *(getattr(torch.nn.modules.module, f"_global{name}") for name in _MODULE_HOOKS),
+    _global_optimizer_pre_hooks,
+    _global_optimizer_post_hooks,
+]
+
+
+def hooks_of(owner: torch.nn.Module | torch.optim.Optimizer) -> list[Any]:
+    """The hooks of a module or optimizer; hooks are traced, so another one needs a new capture."""
+    names = _MODULE_HOOKS if isinstance(owner, torch.nn.Module) else _OPTIMIZER_HOOKS
+    namespace = vars(owner)
+    return [hook for name in names for hook in namespace.get(name, _NO_HOOKS).values()]
+
+
+def global_hooks() -> list[Any]:
+    """The hooks that are called for all modules or all optimizers."""
+    return [hook for hooks in _GLOBAL_HOOKS for hook in hooks.values()]
+
+
+_NO_HOOKS: dict[int, Any] = {}
+
+
+def registries(module: torch.nn.Module) -> list[Any]:
+    """The dicts that hold a module's parameters (the first), buffers, submodules and hooks."""
+    return [*map(vars(module).get, _REGISTRIES)]
+
+
+def library_namespaces() -> list[dict[str, Any]]:
+    """The namespaces that torch's own code finds most of its functions in."""
+    modules = [torch, torch.nn.functional, torch.autograd]
+    classes = [torch.Tensor, torch.nn.Module, torch.optim.Optimizer]
+    return [*map(vars, modules), *map(class_namespace, classes)]
+
+
+def class_namespace(cls: type) -> dict[str, Any]:
+    """The very dict that holds what a class defines: `vars` hands out a view of it, which has no version."""
+    [namespace] = gc.get_referents(vars(cls))
+    return namespace
 
 
 _AS_EVER = FrameExecStrategy(FrameAction.DEFAULT, FrameAction.DEFAULT)

@@ -453,11 +453,6 @@ def carry_hooks(
         twin.register_post_accumulate_grad_hook(lambda _, hook=hook: call(hook, real))
 
 
-def num_tensor_hooks(tensor: torch.Tensor) -> int:
-    """How many hooks a leaf has."""
-    return len(tensor._backward_hooks or ()) + len(getattr(tensor, "_post_accumulate_grad_hooks", None) or ())
-
-
 def mark_stepped(optimizer: Optimizer) -> None:
     """Tell learning rate schedulers that the optimizer has stepped; they warn of a wrong order otherwise."""
     optimizer._opt_called = True  # pyright: ignore[reportAttributeAccessIssue]

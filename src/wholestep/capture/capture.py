@@ -24,7 +24,7 @@ from torch import fx, nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 from torch.optim import Optimizer
 
-from wholestep import _torch
+from wholestep import _recording_torch, _torch
 from wholestep.capture import binding, blank, build, discover, source, swap, tree
 from wholestep.capture.collect import Collected, collect
 from wholestep.capture.discover import Reachable
@@ -33,7 +33,17 @@ from wholestep.capture.interpose import interposed
 from wholestep.capture.layouts import new_fake_mode
 from wholestep.capture.optimizer_state import State, initial_state
 from wholestep.capture.questions import Asked, Questions
-from wholestep.capture.record import Missed, Program, Recorder, Recording, Template, Unseen, Unsymbolic, listening
+from wholestep.capture.record import (
+    Missed,
+    Program,
+    Recorder,
+    Recording,
+    Template,
+    Unseen,
+    Unsymbolic,
+    listening,
+    participants,
+)
 from wholestep.capture.record.calls import choose
 from wholestep.capture.record.places import ARGUMENTS, Rooted, Step
 from wholestep.capture.session import Session
@@ -249,6 +259,7 @@ def _recording(call: _Call, result: Collected, graph: StepGraph) -> Recording:
     for root in recorder.roots:
         if root.key is ARGUMENTS:
             root.forget_objects()
+    recorder.settle()
     program = Program(recorder.ledger, needed, tuple(recorder.generators))
     return Recording(
         tuple(recorder.roots), program, result.effects, call.numbers, call.session.numbers, call.session.current
@@ -289,15 +300,17 @@ def _introduce(call: _Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> No
     recorder.symbol_of = recorder.ledger.symbol_of = call.session.symbol
     for name, root in call.found.modules.items():
         for path, module in root.named_modules():
-            recorder.add_module(module, f"{name}.{path}" if path else name)
+            participants.add_module(recorder, module, f"{name}.{path}" if path else name)
     for name, optimizer in call.found.optimizers.items():
-        recorder.add_optimizer(optimizer, name)
+        participants.add_optimizer(recorder, optimizer, name)
     for lifted in call.session.lifted.values():
         if isinstance(lifted.real, torch.Tensor):
             for hook in _torch.tensor_hooks(lifted.real):
                 recorder.add_hook(hook)
+    for hook in _recording_torch.global_hooks():
+        recorder.add_hook(hook)
     recorder.give(args, kwargs)
-    recorder.add_function(call.function)
+    participants.add_function(recorder, call.function)
     for unseen in call.unseen:
         recorder.follow(unseen)
     for module in call.found.modules.values():

@@ -105,6 +105,12 @@ _GUARDED: dict[type, type] = {nn.Parameter: GuardedParameter, torch.Tensor: Guar
 
 _PLAIN: dict[type, type] = {guarded: plain for plain, guarded in _GUARDED.items()}
 
+
+def plain_class(tensor: torch.Tensor) -> type:
+    """The class of a tensor, held or not."""
+    return _PLAIN.get(type(tensor), type(tensor))
+
+
 # What is known of a tensor, by its identity and by that of the storages that stand in for its own and its gradient's.
 _by_tensor: weakref.WeakValueDictionary[int, Held] = weakref.WeakValueDictionary()
 _by_storage: weakref.WeakValueDictionary[int, Held] = weakref.WeakValueDictionary()
@@ -359,6 +365,11 @@ class HeldParameters(dict[str, Any]):
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         _apply(self._module, list(self._own.values()))
         return copy.deepcopy(self._own, memo)
+
+
+def own_dict(parameters: dict[str, Any]) -> dict[str, Any]:
+    """The dict of its own that a module keeps its parameters in, some of which may be held."""
+    return parameters._own if isinstance(parameters, HeldParameters) else parameters  # pyright: ignore[reportPrivateUsage]
 
 
 def _asking(name: str) -> Callable[..., Any]:

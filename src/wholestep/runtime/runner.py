@@ -40,9 +40,10 @@ from wholestep.runtime import differential
 from wholestep.runtime.arguments import refuse_tensor_keys
 from wholestep.runtime.data_parallel import DataParallel, Replicas
 from wholestep.runtime.dry_run import DryRun, ImaginedReplicas, uncompiled_regions
-from wholestep.runtime.guards import Call, tensor_type
+from wholestep.runtime.guards import Call
 from wholestep.runtime.heap import keep_freed_memory
 from wholestep.runtime.measured import Measured, run_measured
+from wholestep.runtime.owner_guards import tensor_type
 from wholestep.runtime.pending import flush_all, flush_others
 from wholestep.runtime.rotation import IterationGraphs, Rotation
 from wholestep.runtime.specialization import Specialization

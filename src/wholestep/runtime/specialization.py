@@ -13,8 +13,9 @@ from wholestep.comm.plan import DataParallelPlan
 from wholestep.errors import CaptureError
 from wholestep.graph import StepGraph
 from wholestep.remat import RematPlan, Survey
-from wholestep.runtime.guards import Call, Check, fits, make_guards, tensor_type
+from wholestep.runtime.guards import Call, Check, make_guards
 from wholestep.runtime.measured import Measured
+from wholestep.runtime.owner_guards import found_type, tensor_type
 from wholestep.runtime.questions import question_guards
 from wholestep.runtime.rotation import Rotation
 
@@ -46,7 +47,7 @@ class Specialization:
         self.leaf_types = {i: tensor_type(leaf) for i, leaf in enumerate(call.leaves) if isinstance(leaf, torch.Tensor)}
         self._install_initial_state()
         self._guards: list[Check] = [*make_guards(capture, call), *question_guards(capture)]
-        self._reads = ReadGuard(list(capture.recording.roots), fits)
+        self._reads = ReadGuard(list(capture.recording.roots), found_type)
 
     @property
     def graph(self) -> StepGraph:

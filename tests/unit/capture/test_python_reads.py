@@ -314,3 +314,152 @@ def test_an_array_changed_in_place() -> None:
     for value in (2.0, 3.0):
         twins.change(lambda world, value=value: world.state.weights.fill(value))
         twins.step()
+
+
+def test_an_array_of_a_closure_changed_in_place() -> None:
+    def make(world: World) -> Callable[..., Tensor]:
+        weights = world.state.weights
+
+        def step(model: nn.Module, optimizer: Optimizer) -> Tensor:
+            return mse_step(model, optimizer, X, Y) * float(weights[0])
+
+        return step
+
+    twins = Twins(with_state(weights=lambda: np.ones(3)), make=make, call=call_with_model)
+    twins.steps(3)
+    twins.change(lambda world: world.state.weights.fill(2.0))
+    twins.steps(3)
+
+
+class Doubling:
+    factor = 2.0
+
+
+class Tripling:
+    factor = 3.0
+
+
+def test_an_object_of_another_class() -> None:
+    def read(state: Any, loss: Tensor) -> Tensor:
+        return loss * state.kept.factor
+
+    twins = Twins(with_state(kept=Doubling), make=read_world(read), call=call_with_model)
+    twins.steps(2)
+    for cls in (Tripling, Doubling):
+        twins.change(lambda world, cls=cls: setattr(world.state.kept, "__class__", cls))
+        twins.steps(2)
+    assert twins.num_captures == 2
+
+
+class Meter:
+    def __init__(self) -> None:
+        self.count = 0
+
+    def update(self) -> None:
+        self.count += 1
+
+
+def count_both(state: Any, loss: Tensor) -> Tensor:
+    state.first.update()
+    state.second.update()
+    return loss
+
+
+def fill_one(state: Any, loss: Tensor) -> Tensor:
+    state.first.append(1.0)
+    return loss * (1 + len(state.second))
+
+
+def write_array(state: Any, loss: Tensor) -> Tensor:
+    state.first[0] = 5.0
+    return loss * float(state.second[0])
+
+
+def write_tensor(state: Any, loss: Tensor) -> Tensor:
+    state.first.add_(1.0)
+    return loss * state.second.sum()
+
+
+MERGED: dict[str, tuple[Callable[[], Any], Callable[[Any, Tensor], Tensor]]] = {
+    "objects": (Meter, count_both),
+    "lists": (list, fill_one),
+    "arrays": (lambda: np.ones(2), write_array),
+    "tensors": (lambda: torch.ones(2), write_tensor),
+}
+
+
+@pytest.mark.parametrize("kind", MERGED)
+def test_two_objects_that_become_one_and_two_again(kind: str) -> None:
+    make, read = MERGED[kind]
+
+    def merge(world: World) -> None:
+        world.state.first = world.state.second = make()
+
+    twins = Twins(with_state(first=make, second=make), make=read_world(read), call=call_with_model)
+    twins.steps(2)
+    twins.change(merge)
+    twins.steps(2)
+    twins.change(lambda world: setattr(world.state, "second", make()))
+    twins.steps(2)
+
+
+TENSORS: dict[str, Callable[[Tensor], Any]] = {
+    "other data": lambda kept: setattr(kept, "data", torch.ones(5)),
+    "another dtype": lambda kept: setattr(kept, "data", torch.ones(2, dtype=torch.float64)),
+    "resized": lambda kept: kept.resize_(4).fill_(2.0),
+}
+
+
+@pytest.mark.parametrize("kind", TENSORS)
+def test_a_tensor_changed_in_place(kind: str) -> None:
+    def read(state: Any, loss: Tensor) -> Tensor:
+        return loss * state.kept.mean() + state.kept.numel()
+
+    twins = Twins(with_state(kept=lambda: torch.ones(2)), make=read_world(read), call=call_with_model)
+    twins.steps(2)
+    twins.change(lambda world: TENSORS[kind](world.state.kept))
+    twins.steps(2)
+    assert twins.num_captures == 2
+
+
+def test_a_tensor_that_is_to_be_trained_from_now_on() -> None:
+    def read(state: Any, loss: Tensor) -> Tensor:
+        return loss * state.kept.sum()
+
+    twins = Twins(with_state(kept=lambda: torch.ones(2)), make=read_world(read), call=call_with_model)
+    twins.steps(2)
+    twins.change(lambda world: world.state.kept.requires_grad_(True))
+    with pytest.raises(wholestep.CaptureError, match="trainable tensor"):
+        twins.step()
+
+
+class Applied:
+    """Called by an operator of its class."""
+
+    def __call__(self, loss: Tensor) -> Tensor:
+        return loss * 2
+
+    def one(self, loss: Tensor) -> Tensor:
+        return loss * 3
+
+    def other(self, loss: Tensor) -> Tensor:
+        return loss * 5
+
+
+def test_a_method_that_python_calls_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
+    twins = Twins(with_state(kept=Applied), make=read_world(lambda state, loss: state.kept(loss)), call=call_with_model)
+    twins.steps(2)
+    monkeypatch.setattr(Applied, "__call__", Applied.other)
+    twins.steps(2)
+
+
+def test_another_method_of_the_same_object() -> None:
+    def build() -> World:
+        world = with_state(owner=Applied)()
+        world.state.kept = world.state.owner.one
+        return world
+
+    twins = Twins(build, make=read_world(lambda state, loss: state.kept(loss)), call=call_with_model)
+    twins.steps(2)
+    twins.change(lambda world: setattr(world.state, "kept", world.state.owner.other))
+    twins.steps(2)

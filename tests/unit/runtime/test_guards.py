@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from tests.twins import SmallNet, Twins, World, adam, mse_step, observe, pair, small_world
 from torch import Tensor, nn
+from torch.nn.modules.module import register_module_forward_hook
 from torch.optim import SGD, Adam, AdamW, Optimizer
 from torch.optim.lr_scheduler import (
     CosineAnnealingLR,
@@ -24,6 +25,9 @@ from torch.optim.lr_scheduler import (
     SequentialLR,
     StepLR,
 )
+from torch.optim.optimizer import register_optimizer_step_post_hook
+
+import wholestep
 
 X, Y = pair()
 OTHER_X, OTHER_Y = pair(seed=1)
@@ -831,3 +835,310 @@ def test_a_failed_recompile_leaves_everything_and_the_old_capture_works() -> Non
     assert all(torch.equal(value, after[name]) for name, value in before.items())
     twins.steps(2, X, Y, False)
     assert twins.num_captures == 1
+
+
+def scaled(factor: float) -> Callable[..., Any]:
+    """A forward hook."""
+    return lambda _module, _args, output: output * factor
+
+
+def shrink(factor: float, world: World) -> Callable[..., None]:
+    """A hook of an optimizer."""
+    return lambda *_: world.model.first.weight.data.mul_(factor)
+
+
+HOOKS: dict[str, Callable[[World, float], Any]] = {
+    "module": lambda world, factor: world.model.first.register_forward_hook(scaled(factor)),
+    "parameter": lambda world, factor: world.model.first.weight.register_hook(lambda grad: grad * factor),
+    "optimizer": lambda world, factor: world.optimizer.register_step_post_hook(shrink(factor, world)),
+}
+
+
+@pytest.mark.parametrize("kind", HOOKS)
+def test_a_hook_exchanged_for_another_one(kind: str) -> None:
+    def build() -> World:
+        world = small_world()()
+        world.handles = [HOOKS[kind](world, 2.0)]
+        return world
+
+    def exchange(world: World) -> None:
+        world.handles.pop().remove()
+        world.handles.append(HOOKS[kind](world, 0.5))
+
+    twins = Twins(build, mse_step)
+    twins.steps(2, X, Y)
+    assert twins.num_captures == 1
+    twins.change(exchange)
+    twins.steps(2, X, Y)
+    assert twins.num_captures == 2
+
+
+def halve(optimizer: Optimizer, *_: Any) -> None:
+    for parameter in optimizer.param_groups[0]["params"]:
+        parameter.data.mul_(0.5)
+
+
+@pytest.mark.parametrize("is_there_first", [False, True])
+def test_hooks_for_all_modules_and_all_optimizers(is_there_first: bool) -> None:
+    twins = Twins(small_world(), mse_step)
+    if not is_there_first:
+        twins.step(X, Y)
+    factors = [2.0]
+    handles = [
+        register_module_forward_hook(
+            lambda module, _args, output: output * factors[0] if isinstance(module, nn.Linear) else None
+        ),
+        register_optimizer_step_post_hook(halve),
+    ]
+    try:
+        twins.steps(2, X, Y)
+        factors[0] = 3.0
+        twins.step(X, Y)
+    finally:
+        for handle in handles:
+            handle.remove()
+    twins.steps(2, X, Y)
+
+
+class Doubled(nn.Linear):
+    def forward(self, input: Tensor) -> Tensor:
+        return super().forward(input) * 2
+
+
+def test_another_class_for_a_module() -> None:
+    twins = Twins(small_world(), mse_step)
+    twins.steps(2, X, Y)
+    for cls in (Doubled, nn.Linear):
+        twins.change(lambda world, cls=cls: setattr(world.model.first, "__class__", cls))
+        twins.steps(2, X, Y)
+    assert twins.num_captures == 2
+    assert "is a Doubled now instead of a Linear" in twins.reasons[0]
+
+
+def absolute(prediction: Tensor, target: Tensor) -> Tensor:
+    return (prediction - target).abs().mean()
+
+
+def tripled(module: nn.Linear, features: Tensor) -> Tensor:
+    return F.linear(features, module.weight, module.bias) * 3
+
+
+def halved(features: Tensor, *_: Any, **__: Any) -> Tensor:
+    return features * 0.5
+
+
+PATCHES: dict[str, tuple[Any, str, Any]] = {
+    "a function": (F, "mse_loss", absolute),
+    "a method": (nn.Linear, "forward", tripled),
+    "a function that torch calls": (F, "dropout", halved),
+    "a method of tensors": (Tensor, "relu", lambda tensor: tensor.tanh()),
+}
+
+
+class Attentive(SmallNet):
+    """Whose attention is computed by functions of torch that call others."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention = nn.MultiheadAttention(4, 2, dropout=0.25)
+
+    def forward(self, features: Tensor) -> Tensor:
+        mixed = self.attention(features, features, features, need_weights=True)[0]
+        return super().forward(mixed.relu())
+
+
+@pytest.mark.parametrize("kind", PATCHES)
+def test_a_function_of_torch_replaced(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    owner, name, function = PATCHES[kind]
+    twins = Twins(small_world(Attentive), mse_step)
+    twins.steps(2, X, Y)
+    with monkeypatch.context() as patches:
+        patches.setattr(owner, name, function)
+        twins.steps(2, X, Y)
+    twins.steps(2, X, Y)
+    assert twins.num_captures == 2
+
+
+def buffered(change: Callable[[nn.Module], Any]) -> Twins:
+    """A model whose buffer is changed between steps."""
+
+    class Weighted(SmallNet):
+        weights: Tensor
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("weights", torch.full((3,), 2.0))
+
+        def forward(self, features: Tensor) -> Tensor:
+            weights = self.weights
+            return super().forward(features) * (weights.mean() + weights.numel() + hasattr(self, "more"))
+
+    twins = Twins(small_world(Weighted), mse_step)
+    twins.steps(2, X, Y)
+    twins.change(lambda world: change(world.model))
+    return twins
+
+
+BUFFERS: dict[str, Callable[[Any], Any]] = {
+    "other data": lambda model: setattr(model.weights, "data", torch.ones(4)),
+    "resized": lambda model: model.weights.resize_(4).fill_(3.0),
+    "another dtype": lambda model: setattr(model.weights, "data", torch.ones(3, dtype=torch.float64)),
+    "another one": lambda model: model.register_buffer("more", torch.ones(1)),
+}
+
+
+@pytest.mark.parametrize("kind", BUFFERS)
+def test_a_buffer_changed_in_place(kind: str) -> None:
+    twins = buffered(BUFFERS[kind])
+    twins.steps(2, X, Y)
+    assert twins.num_captures == 2
+
+
+def test_a_buffer_that_is_to_be_trained_from_now_on() -> None:
+    twins = buffered(lambda model: model.weights.requires_grad_(True))
+    with pytest.raises(wholestep.CaptureError, match="requires a gradient"):
+        twins.step(X, Y)
+
+
+def test_two_buffers_that_become_one() -> None:
+    class Counting(SmallNet):
+        seen: Tensor
+        offset: Tensor
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("seen", torch.zeros(()))
+            self.register_buffer("offset", torch.zeros(()))
+
+        def forward(self, features: Tensor) -> Tensor:
+            self.seen.add_(1)
+            return super().forward(features) + self.offset
+
+    twins = Twins(small_world(Counting), mse_step)
+    twins.steps(2, X, Y)
+    twins.change(lambda world: setattr(world.model, "offset", world.model.seen))
+    twins.steps(2, X, Y)
+
+
+def test_submodules_in_another_order() -> None:
+    def swap(world: World) -> None:
+        own = world.model.layers._modules
+        own["0"] = own.pop("0")
+
+    class Layered(SmallNet):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.Sequential(nn.Linear(4, 4), nn.Tanh())
+
+        def forward(self, features: Tensor) -> Tensor:
+            return super().forward(self.layers(features))
+
+    twins = Twins(small_world(Layered), mse_step)
+    twins.steps(2, X, Y)
+    twins.change(swap)
+    twins.steps(2, X, Y)
+    assert twins.num_captures == 2
+
+
+REGISTRIES: dict[str, Callable[[nn.Module], Any]] = {
+    "item": lambda layer: vars(layer).update(_parameters=dict(copy.deepcopy(layer)._parameters)),
+    "all attributes": lambda layer: vars(layer).update(vars(copy.deepcopy(layer))),
+    "__dict__": lambda layer: setattr(layer, "__dict__", vars(copy.deepcopy(layer))),
+}
+
+
+@pytest.mark.parametrize("kind", REGISTRIES)
+def test_the_parameters_of_a_module_replaced_at_once(kind: str) -> None:
+    twins = Twins(small_world(), mse_step)
+    twins.steps(2, X, Y)
+    twins.change(lambda world: REGISTRIES[kind](world.model.first))
+    twins.steps(2, X, Y)
+    assert twins.num_captures > 1
+
+
+def scaled_by_options(read: Callable[[dict[str, Any]], Any]) -> Callable[..., Tensor]:
+    def step(model: nn.Module, optimizer: Optimizer, features: Tensor, targets: Tensor) -> Tensor:
+        optimizer.zero_grad()
+        loss = F.mse_loss(model(features), targets) * read(optimizer.param_groups[0])
+        loss.backward()
+        optimizer.step()
+        return loss
+
+    return step
+
+
+def in_place(world: World) -> None:
+    world.optimizer.param_groups[0]["kept"][0] = 3.0
+
+
+# What a group holds, how the step reads it, and how it changes.
+OPTIONS: dict[str, tuple[Callable[[], Any], Callable[[dict[str, Any]], Any], list[Callable[[World], Any]]]] = {
+    "list": (lambda: [2.0], lambda group: group["kept"][0], [in_place, set_option(kept=[4.0])]),
+    "list among all": (lambda: [2.0], lambda group: [*group.values()][-1][0], [in_place]),
+    "object": (
+        lambda: SimpleNamespace(scale=2.0),
+        lambda group: group["kept"].scale,
+        [lambda world: setattr(world.optimizer.param_groups[0]["kept"], "scale", 3.0)],
+    ),
+    "tensor": (
+        lambda: torch.full((2,), 2.0),
+        lambda group: group["kept"].sum(),
+        [lambda world: world.optimizer.param_groups[0]["kept"].fill_(3.0), set_option(kept=torch.full((2,), 4.0))],
+    ),
+    "tensor of another shape": (
+        lambda: torch.full((2,), 2.0),
+        lambda group: group["kept"].sum(),
+        [set_option(kept=torch.full((3,), 4.0))],
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", OPTIONS)
+def test_what_a_group_holds(kind: str) -> None:
+    start, read, changes = OPTIONS[kind]
+
+    def build() -> World:
+        world = small_world()()
+        world.optimizer.param_groups[0]["kept"] = start()
+        return world
+
+    twins = Twins(build, scaled_by_options(read))
+    twins.steps(2, X, Y)
+    assert twins.num_captures == 1
+    for change in changes:
+        twins.change(change)
+        twins.steps(2, X, Y)
+
+
+def test_a_step_that_reads_the_first_rate_and_the_defaults() -> None:
+    def step(model: nn.Module, optimizer: Optimizer, features: Tensor, targets: Tensor) -> Tensor:
+        optimizer.zero_grad()
+        scale = optimizer.param_groups[0]["initial_lr"] + optimizer.defaults["weight_decay"]
+        loss = F.mse_loss(model(features), targets) * scale
+        loss.backward()
+        optimizer.step()
+        return loss
+
+    def build() -> World:
+        world = small_world()()
+        world.optimizer.param_groups[0]["initial_lr"] = 0.5
+        return world
+
+    twins = Twins(build, step)
+    twins.steps(2, X, Y)
+    twins.change(set_option(initial_lr=0.25))
+    twins.steps(2, X, Y)
+    twins.change(lambda world: world.optimizer.defaults.update(weight_decay=0.5))
+    twins.steps(2, X, Y)
+    assert twins.num_captures == 3
+
+
+def test_a_step_of_an_optimizer_replaced() -> None:
+    def replace(world: World) -> None:
+        original = world.optimizer.step
+        world.optimizer.step = lambda: (original(), original())[0]
+
+    twins = Twins(small_world(), mse_step)
+    twins.steps(2, X, Y)
+    twins.change(replace)
+    twins.steps(2, X, Y)

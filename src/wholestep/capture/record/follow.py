@@ -105,8 +105,8 @@ class Followers:
         """Whether running code tells, or need not."""
         return self.instrumenter.is_instrumented(code) or not is_followed_file(code.co_filename)
 
-    def operators(self, cls: type) -> Iterator[FunctionType]:
-        """Functions that Python calls by itself on objects of a class that has not been seen before."""
+    def operators(self, cls: type) -> Iterator[tuple[type, str, FunctionType]]:
+        """Functions that Python calls by itself on objects of a class that has not been seen before, and where."""
         if cls in self._classes or not cls.__flags__ & _HEAP_TYPE:
             return
         self._classes.add(cls)
@@ -115,7 +115,7 @@ class Followers:
                 continue
             for name, member in list(vars(base).items()):
                 if isinstance(member, FunctionType) and name.startswith("__") and name.endswith("__"):
-                    yield member
+                    yield base, name, member
 
     def restore(self) -> None:
         """Give all functions their own code back."""

@@ -14,9 +14,18 @@ from typing import Any
 
 import torch
 
-from wholestep._recording_torch import dict_version
+from wholestep._recording_torch import class_namespace, dict_version, tensor_types
 from wholestep.capture.record.numbers import value_of
-from wholestep.capture.record.places import ARGUMENTS, Expectation, Place, Step, equal_arrays, same, take
+from wholestep.capture.record.places import (
+    ARGUMENTS,
+    HEAP_TYPE,
+    Expectation,
+    Place,
+    Step,
+    equal_arrays,
+    same,
+    take,
+)
 
 _EXACT = (dict, list, tuple)
 
@@ -32,10 +41,13 @@ class Difference:
 class ReadGuard:
     """The places that a captured step depends on."""
 
-    def __init__(self, roots: list[Place], fits: Callable[[torch.Tensor, Any], bool]) -> None:
+    def __init__(self, roots: list[Place], type_of: Callable[[Any], Any]) -> None:
+        """`type_of` is all that matters about what stands in a tensor's place."""
         self._places = [place for root in roots for place in _walk(root)]
         self._roots = roots
-        self._fits = fits
+        self._type_of = type_of
+        self._types = {p: type_of(p.value) for p in self._places if p.expectation is Expectation.TENSOR}
+        self._objects = [place for place in self._places if place.twin is None and _is_object(place)]
         self._now: dict[Place, Any] = {place: value_of(place.value) for place in self._places}
         self._fast: Callable[[Any], bool] | None = None
         self._names: dict[str, Any] = {}
@@ -68,13 +80,20 @@ class ReadGuard:
         changed: list[Place] = []
         paths: list[tuple[Any, ...]] = []
         for place in self._places:
+            if place.parent is None and place.key is ARGUMENTS:
+                now[place] = call
+                continue
             if place.parent is None:
-                now[place] = call if place.key is ARGUMENTS else place.key
+                now[place] = place.key
+                if type(place.key) is not place.kind:
+                    return Difference(_class_difference(place, place.key))
                 continue
             value = now[place] = take(now[place.parent], place.step, place.key)
             if place.is_given or self._is_as_expected(place, value):
                 continue
             numbers = _changed_numbers(place.value, value) if place.expectation is Expectation.VALUE else None
+            if numbers is None and value is place.value and type(value) is not place.kind:
+                return Difference(_class_difference(place, value))
             if numbers is None:
                 return Difference(f"'{place}' changed from {_shown(place.value)} to {_shown(value)}")
             changed.append(place)
@@ -82,6 +101,9 @@ class ReadGuard:
         for place in self._places:
             if place.twin is not None and now[place] is not now.get(place.twin, self):
                 return Difference(f"'{place}' is no longer '{place.twin}'")
+        merged = self._merged(now)
+        if merged is not None:
+            return Difference(f"'{merged[1]}' and '{merged[0]}' are one object now")
         if changed:
             first = changed[0]
             return Difference(f"'{first}' changed from {first.value!r} to {now[first]!r}", paths)
@@ -89,16 +111,27 @@ class ReadGuard:
         self._rename()
         return None
 
+    def _merged(self, now: dict[Place, Any]) -> tuple[Place, Place] | None:
+        """Two places of different objects that hold one now, to which the step writes."""
+        seen: dict[int, Place] = {}
+        for place in self._objects:
+            other = seen.setdefault(id(now[place]), place)
+            if (place.is_written or other.is_written) and other is not place:
+                was_one = place.value is not None and place.value is other.value
+                if not was_one:
+                    return other, place
+        return None
+
     def _is_as_expected(self, place: Place, value: Any) -> bool:
         expected = place.expectation
         if expected is Expectation.VALUE:
             return same(place.value, value)
         if expected is Expectation.SAME:
-            return value is place.value
+            return value is place.value and type(value) is place.kind
         if expected in (Expectation.OPEN, Expectation.NUMBER):
             return type(value) is place.kind
         if expected is Expectation.TENSOR:
-            return self._fits(place.value, value)
+            return self._type_of(value) == self._types[place]
         if expected is Expectation.ARRAY:
             return equal_arrays(place.value, value)
         return (value is place.value) if expected is Expectation.ABSENT else type(value).__name__ != "Absent"
@@ -106,7 +139,8 @@ class ReadGuard:
     # The generated expression
 
     def _generate(self) -> None:
-        terms = [term for place in self._places for term in self._terms_of(place)]
+        terms = ["[*map(type, objects)] == classes", "have_types(*tensors)"]
+        terms += [term for place in self._places for term in self._terms_of(place)]
         lines = ["def check(call):"]
         lines += [f"    if not ({' and '.join(chunk)}): return False" for chunk in _chunks(terms)]
         self._rename()
@@ -114,18 +148,19 @@ class ReadGuard:
         self._fast = self._names["check"]
 
     def _terms_of(self, owner: Place) -> Iterator[str]:
-        """What to ask of an owner; if it is a dict, only after somebody has written to it."""
-        has_version = type(self._now[owner]) is dict and not owner.is_given
+        """What to ask of an owner; of a dict, or of the dict of a class, only after somebody has written to it."""
+        has_version = not owner.is_given and (type(self._now[owner]) is dict or isinstance(self._now[owner], type))
         by_version: list[str] = []
         for place in owner.children.values():
             terms = self._terms(place)
-            if has_version and place.expectation is not Expectation.ARRAY:
+            if has_version and place.expectation is not Expectation.ARRAY and place.step is not Step.ATTRIBUTE:
                 by_version += terms
             else:
                 yield from terms
         if by_version:
             name = self._name(owner)
-            yield f"(version({name}) == of_{name} or ({' and '.join(by_version)} and note({name}, 'of_{name}')))"
+            holder = f"in_{name}"
+            yield f"(version({holder}) == of_{name} or ({' and '.join(by_version)} and note({holder}, 'of_{name}')))"
 
     def _terms(self, place: Place) -> Iterator[str]:
         assert place.parent is not None
@@ -138,18 +173,17 @@ class ReadGuard:
             get = f"{owner}[{key}]" if is_plain_item else f"take({owner}, ITEM, {key})"
             yield from self._test(get, owner, key, value, expected)
         elif step is Step.ATTRIBUTE:
-            if place.key != "__dict__" or not isinstance(self._now[place.parent], torch.nn.Module):
-                yield from self._test(f"{owner}.{place.key}", owner, key, value, expected)
+            yield from self._test(f"{owner}.{place.key}", owner, key, value, expected)
         elif step is Step.CALL:
             # A tensor is asked for when the graph runs: as often as in eager.
             yield "True" if expected is Expectation.TENSOR else f"same(take({owner}, CALL, {key}), {value})"
         elif step is Step.CLASS:
-            is_absent = expected is Expectation.ABSENT
-            yield f"{key} not in {owner}.__dict__" if is_absent else f"{owner}.__dict__[{key}] is {value}"
+            yield from self._test(f"{owner}.__dict__[{key}]", f"{owner}.__dict__", key, value, expected)
         elif step is Step.CELL:
             is_variable = isinstance(self._now[place.parent], ContextVar)
             get = f"take({owner}, CELL, None)" if is_variable else f"{owner}.cell_contents"
-            yield f"{get} is {value}" if expected is not Expectation.NUMBER else f"type({get}) is type({value})"
+            is_empty = expected is Expectation.ABSENT
+            yield from [f"{get} is {value}"] if is_empty else self._test(get, owner, key, value, expected)
         elif step is Step.LENGTH:
             yield "True" if expected is Expectation.NUMBER else f"len({owner}) == {value}"
         elif step is Step.TRUTH:
@@ -165,7 +199,7 @@ class ReadGuard:
         elif expected is Expectation.NUMBER:
             yield f"type({get}) is type({value})"
         elif expected is Expectation.ARRAY:
-            yield f"equal_arrays({get}, expected_{value})"
+            yield f"{get} is {value} and equal_arrays({value}, expected_{value})"
         else:
             yield f"{get} is {value}"
 
@@ -206,12 +240,31 @@ class ReadGuard:
             "version": dict_version,
             "note": self._note_version,
         }
+        objects = [*{id(value): value for value in self._now.values() if _has_changeable_class(value)}.values()]
+        tensors = {id(self._now[place]): self._now[place] for place in self._types if place.step is not Step.CALL}
+        names |= {"objects": objects, "classes": [*map(type, objects)], "tensors": [*tensors.values()]}
+        names["have_types"] = tensor_types(names["tensors"])
         for place, value in self._now.items():
             names[self._name(place)] = value
-            if type(value) is dict:
+            if type(value) is dict or isinstance(value, type):
                 names[f"of_{self._name(place)}"] = None
+                names[f"in_{self._name(place)}"] = class_namespace(value) if isinstance(value, type) else value
             if place.expectation is Expectation.ARRAY:
                 names[f"expected_{self._name(place)}"] = place.value
+
+
+def _is_object(place: Place) -> bool:
+    """Whether something stands at a place that can be told apart from an equal one."""
+    kinds = (Expectation.OPEN, Expectation.SAME, Expectation.TENSOR, Expectation.ARRAY)
+    return place.is_given or place.expectation in kinds
+
+
+def _has_changeable_class(value: Any) -> bool:
+    return bool(type(value).__flags__ & HEAP_TYPE) and not isinstance(value, (type, torch.Tensor))
+
+
+def _class_difference(place: Place, value: Any) -> str:
+    return f"'{place}' is a {type(value).__qualname__} now instead of a {place.kind.__qualname__}"
 
 
 def _walk(place: Place) -> Iterator[Place]:

@@ -190,6 +190,11 @@ def _as_it_is(value: Any) -> Any:
 def _log(recorder: Recorder, method: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     levels = {"debug": 10, "info": 20, "warning": 30, "warn": 30, "error": 40, "critical": 50, "fatal": 50}
     name = method.__name__
+    if isinstance(method.__func__, functools._lru_cache_wrapper):  # pyright: ignore[reportPrivateUsage]
+        return functools.partial(_say_once, recorder, method)
+    if method.__func__.__module__ != logging.__name__:
+        recorder.follow(method.__func__)
+        return method
     if name in ("isEnabledFor", "getEffectiveLevel", "hasHandlers", "getChild"):
         return method
     if name not in levels and name != "log":
@@ -203,6 +208,12 @@ def _log(recorder: Recorder, method: Any, args: tuple[Any, ...], kwargs: dict[st
         recorder.outputs.append(Output(said, _as_it_is((level, *rest)), kwargs))
 
     return keep
+
+
+def _say_once(recorder: Recorder, method: Any, *args: Any, **kwargs: Any) -> Any:
+    """What a logger says only once (`warning_once`) is said now; its cache knows from then on."""
+    with recorder.deaf():
+        return method(*map(numbers.settled, args), **{name: numbers.settled(value) for name, value in kwargs.items()})
 
 
 def _log_again(logger: logging.Logger, location: str, level: int, message: Any, *args: Any, **kwargs: Any) -> None:

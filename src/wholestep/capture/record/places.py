@@ -122,6 +122,8 @@ class Place:
     children: dict[tuple[Step, Any], Place] = field(default_factory=dict[tuple[Step, Any], "Place"])
     twin: Place | None = None
     """Another place that the same object was found at; both must hold one object."""
+    is_written: bool = False
+    """Whether the step writes to what was found."""
     is_given: bool = False
     """Whether it is a container among the arguments, of which the trace has a copy."""
     kind: type = field(init=False)
@@ -269,11 +271,12 @@ def _has_plain_layout(cls: type) -> bool:
         return False
     if cls is types.SimpleNamespace:
         return True
-    bases = [base for base in cls.__mro__ if not base.__flags__ & _HEAP_TYPE or base.__flags__ & _OF_C]
+    bases = [base for base in cls.__mro__ if not base.__flags__ & HEAP_TYPE or base.__flags__ & _OF_C]
     return all(base in (object, types.SimpleNamespace, BaseException, Exception) for base in bases)
 
 
-_HEAP_TYPE = 1 << 9
+HEAP_TYPE = 1 << 9
+"""The flag of classes that are made by `class` statements: their attributes, and who is of them, can change."""
 _OF_C = 1 << 8
 """Classes that cannot be changed: those of C modules, also where they are made like those of Python."""
 
@@ -318,7 +321,7 @@ def slot_names(cls: type) -> Iterator[str]:
     """Names of all `__slots__` of a class that hold values."""
     for base in cls.__mro__:
         for name, member in vars(base).items():
-            if type(member) is types.MemberDescriptorType and base.__flags__ & _HEAP_TYPE:
+            if type(member) is types.MemberDescriptorType and base.__flags__ & HEAP_TYPE:
                 yield name
 
 

@@ -85,9 +85,10 @@ def find_attribute(recorder: Recorder, owner: Any, name: str, place: Place | Non
 
 
 def read_from_namespace(recorder: Recorder, namespace: dict[str, Any], label: str, name: str) -> None:
-    """A global of a module. Functions of torch and of Python are taken for what they are: a trace patches some."""
+    """A global of a module. A trace patches some functions of torch and of Python."""
     value = namespace.get(name, ABSENT)
     if _is_library(label) and (callable(value) or isinstance(value, ModuleType)):
+        recorder.pin(namespace, Step.ITEM, name, label)
         return
     recorder.root(namespace, label)
     recorder.read_item(namespace, name)
@@ -103,7 +104,9 @@ def read_from_class(recorder: Recorder, cls: type, name: str) -> None:
     for base in cls.__mro__:
         if name in vars(base):
             member = vars(base)[name]
-            if base.__flags__ & _HEAP_TYPE and not (_is_library(base.__module__) and callable(member)):
+            if base.__flags__ & _HEAP_TYPE and _is_library(base.__module__) and callable(member):
+                recorder.pin(base, Step.CLASS, name)
+            elif base.__flags__ & _HEAP_TYPE:
                 recorder.root(base)
                 recorder.note(base, Step.CLASS, name, member)
             recorder.follow_all(member)

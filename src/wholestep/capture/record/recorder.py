@@ -23,7 +23,6 @@ from typing import Any
 import numpy as np
 import torch
 from torch import nn
-from torch.optim import Optimizer
 
 from wholestep import _recording_torch, _torch
 from wholestep.capture import source, tree
@@ -31,6 +30,7 @@ from wholestep.capture.record import outside, reads
 from wholestep.capture.record.calls import BUILTINS, choose, told
 from wholestep.capture.record.follow import Followers, functions_in
 from wholestep.capture.record.numbers import Ledger, Number, origins_of, settled
+from wholestep.capture.record.participants import is_managed_item
 from wholestep.capture.record.places import (
     ABSENT,
     ARGUMENTS,
@@ -89,7 +89,9 @@ class Recorder:
         self._places: dict[int, Place] = {}
         self._alive: list[Any] = []
         """Keeps owners from being freed, so that an id means one object."""
-        self._managed: set[int] = set()
+        self._managed: dict[int, dict[str, Any]] = {}
+        """By id of an owner that others look after: the items of it that are noted nonetheless."""
+        self._pinned: list[Place] = []
         self.handlers: dict[Any, Any] = {**BUILTINS, **outside.HANDLERS}
         self.outputs: list[outside.Output] = []
         self.is_deaf = False
@@ -126,49 +128,38 @@ class Recorder:
         return place
 
     def stands_at(self, owner: Any, place: Place) -> None:
-        """Say that an object of the trace stands for what is at a place (a copy of an argument's container)."""
+        """Say that an object stands at a place: the trace's copy of a container, or a part that is watched."""
         self._register(owner, place)
 
     def place_of(self, owner: Any) -> Place | None:
         """Where an object was found; None for one that the step has made itself."""
         return self._places.get(id(owner))
 
-    def manage(self, owner: Any) -> None:
-        """Leave an owner out: somebody else looks after it (parameters, optimizer state)."""
-        self._managed.add(id(owner))
+    def manage(self, owner: Any, noted: dict[str, Any] | None = None) -> None:
+        """Leave an owner out, but for reads of some of its items: somebody else looks after it (optimizer state)."""
+        self._managed[id(owner)] = noted or {}
         self._alive.append(owner)
+
+    def pin(self, owner: Any, step: Step, key: str, label: str = "") -> None:
+        """Something of torch's or of Python's own is read: the same object is expected there.
+
+        In a trace others stand in for some of these; `settle` finds the real ones.
+        """
+        above = self.root(owner, label)
+        if (step, key) not in above.children:
+            self._pinned.append(Place(above, step, key, None, Expectation.SAME))
+            above.children[step, key] = self._pinned[-1]
+
+    def settle(self) -> None:
+        """The trace is over: note what really stands at pinned places."""
+        for place in self._pinned:
+            assert place.parent is not None
+            place.value = take(place.parent.key, place.step, place.key)
+            place.kind = type(place.value)
 
     def _register(self, owner: Any, place: Place) -> None:
         self._alive.append(owner)
         self._places[id(owner)] = place
-
-    def add_module(self, module: nn.Module, label: str) -> None:
-        """A model that takes part: its parameters and buffers are inputs, its other attributes are watched."""
-        self.known_modules.add(id(module))
-        self.root(module, label)
-        for name in ("_parameters", "_buffers"):
-            self.manage(vars(module)[name])
-        namespace = self.namespace_of(module)
-        assert namespace is not None
-        self.about_to_change(namespace)
-        self.read_item(namespace, "training")  # which torch's own functions read too
-        for name, part in vars(module).items():
-            if name == "_modules" or (name.endswith("_hooks") and isinstance(part, dict)):
-                self._watch(namespace, name, part)
-
-    def _watch(self, owner: Any, key: str, part: Any) -> None:
-        """Keep what a part of an owner holds, without expecting anything of it."""
-        self._register(part, Place(self._places[id(owner)], Step.ITEM, key, part, Expectation.PRESENT))
-        self.about_to_change(part)
-
-    def add_optimizer(self, optimizer: Optimizer, label: str) -> None:
-        """An optimizer that takes part: its groups and its state are guarded as such."""
-        self.root(optimizer, label)
-        for owner in (optimizer.param_groups, *optimizer.param_groups, optimizer.state):
-            self.manage(owner)
-        if type(optimizer).__module__.startswith("torch.optim"):  # flags of its own, which mean nothing to others
-            self.manage(vars(optimizer))
-        self.about_to_change(self.namespace_of(optimizer))
 
     def add_hook(self, hook: Any) -> None:
         """A hook that torch calls by itself."""
@@ -179,20 +170,12 @@ class Recorder:
         self.follow_all(hook)
         self.follow_operators(hook)
 
-    def add_function(self, function: Any) -> None:
-        """The step itself: what it is bound to is always the same."""
-        owner = getattr(function, "__self__", None)
-        if owner is not None and not is_plain(owner):
-            self.root(owner, "self")
-        if not is_plain(function):
-            self.root(function)
-
     # Reads
 
     def note(self, owner: Any, step: Step, key: Any, value: Any, *, only_presence: bool = False) -> Place | None:
         """Something was read from an owner; returns its place, None if the owner is the step's own."""
         above = self._places.get(id(owner))
-        if above is None or id(owner) in self._managed or _torch.is_traced(value):
+        if above is None or _torch.is_traced(value) or self._is_managed(owner, step, key, value):
             return None
         known = above.children.get((step, _hashable(key)))
         if known is not None:
@@ -207,6 +190,15 @@ class Recorder:
             self._found(value, place)
         return place
 
+    def _is_managed(self, owner: Any, step: Step, key: Any, value: Any) -> bool:
+        """Whether a part is none of ours: not all of an owner's are, or the step has put it there itself."""
+        noted = self._managed.get(id(owner))
+        if noted is None:
+            return False
+        if step is not Step.ITEM or is_managed_item(key):
+            return True
+        return noted.get(key, ABSENT) is not value and not (key in noted and type(value) is Number)
+
     def _found(self, value: Any, place: Place) -> None:
         if place.expectation in (Expectation.VALUE, Expectation.ABSENT, Expectation.NUMBER):
             return
@@ -214,7 +206,7 @@ class Recorder:
         if first is None or first.expectation is Expectation.PRESENT:  # only watched until now
             self._register(value, place)
             self.follow_operators(value)
-        elif place.expectation in (Expectation.OPEN, Expectation.TENSOR) and first is not place:
+        elif place.expectation is not Expectation.SAME and first is not place:
             place.twin = first
         if place.expectation is Expectation.ARRAY:
             place.value = value.copy()
@@ -233,7 +225,11 @@ class Recorder:
 
     def read_all(self, owner: Any) -> None:
         """Everything that a container held before the step wrote to it: keys or length, and each item."""
-        if self._places.get(id(owner)) is None or id(owner) in self._managed:
+        if self._places.get(id(owner)) is None:
+            return
+        if id(owner) in self._managed:
+            for key, value in self._managed[id(owner)].items():
+                self.note(owner, Step.ITEM, key, value)
             return
         kept = self.kept.get(id(owner))
         content = owner if kept is None else kept.before
@@ -345,7 +341,8 @@ class Recorder:
     def read_bound(self, method: Any) -> None:
         """A bound method from outside is called: what it is bound to was there as well."""
         if id(method) in self._places:
-            self.note(method, Step.ATTRIBUTE, "__self__", method.__self__)
+            for name in ("__self__", "__func__"):
+                self.note(method, Step.ATTRIBUTE, name, take(method, Step.ATTRIBUTE, name))
 
     def read_attribute(self, owner: Any, name: str) -> None:
         reads.read_attribute(self, owner, name)
@@ -549,6 +546,7 @@ class Recorder:
         kept = self.kept.get(id(owner))
         if kept is None:
             kept = self.kept[id(owner)] = Kept.of(owner)
+            self._places[id(owner)].is_written = True
         if operation:
             name, *args = operation
             noted: Operation = (name, tuple(args))
@@ -595,7 +593,9 @@ class Recorder:
 
     def follow_operators(self, owner: Any) -> None:
         """Follow what a class does when its objects are used: operators, `with`, iteration, calls."""
-        for function in self.followers.operators(type(owner)):
+        for base, name, function in self.followers.operators(type(owner)):
+            self.root(base)
+            self.note(base, Step.CLASS, name, function)
             self.follow(function)
 
     def follow_class(self, cls: type) -> None:

@@ -30,7 +30,7 @@ from wholestep.pipe.follow import borders_like, check_slots, is_like
 from wholestep.pipe.schedules import forward_only
 from wholestep.remat import StepBudget, fit_lowered_step, fit_step
 from wholestep.runtime.agreement import is_due
-from wholestep.runtime.guards import fits
+from wholestep.runtime.owner_guards import found_type
 from wholestep.runtime.pipeline.batches import MicroBatches, joined, mean, split_batch
 from wholestep.runtime.pipeline.calls import Calls
 from wholestep.runtime.pipeline.draws import number_draws
@@ -280,7 +280,7 @@ class Pipe:
             run = self._connected(graphs, schedule, calls)
         if kind.is_training:
             self._forget_evaluations()
-        return _Compiled(graphs, plan, schedule, run, ReadGuard(list(captured.recording.roots), fits))
+        return _Compiled(graphs, plan, schedule, run, ReadGuard(list(captured.recording.roots), found_type))
 
     def _small(
         self,

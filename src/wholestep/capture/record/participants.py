@@ -1,0 +1,70 @@
+"""Who takes part in a step, as a recorder is told before the trace: models, optimizers, the function itself."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from wholestep.capture.record.places import Expectation, Place, Step, is_plain
+
+if TYPE_CHECKING:
+    from wholestep.capture.record.recorder import Recorder
+
+
+def add_module(recorder: Recorder, module: nn.Module, label: str) -> None:
+    """A model that takes part: its parameters and buffers are inputs, its other attributes are watched."""
+    recorder.known_modules.add(id(module))
+    recorder.root(module, label)
+    for name in ("_parameters", "_buffers"):
+        recorder.manage(vars(module)[name])
+    namespace = recorder.namespace_of(module)
+    recorder.identify(namespace)  # what is guarded of a module is looked for there
+    recorder.about_to_change(namespace)
+    if namespace is not None:
+        recorder.read_item(namespace, "training")  # which torch's own functions read too
+    for name, part in vars(module).items():
+        if name == "_modules" or (name.endswith("_hooks") and isinstance(part, dict)):
+            _watch(recorder, namespace, name, part)
+
+
+def _watch(recorder: Recorder, owner: Any, key: str, part: Any) -> None:
+    """Keep what a part of an owner holds, without expecting anything of it."""
+    recorder.stands_at(part, Place(recorder.place_of(owner), Step.ITEM, key, part, Expectation.PRESENT))
+    recorder.about_to_change(part)
+
+
+def add_optimizer(recorder: Recorder, optimizer: Optimizer, label: str) -> None:
+    """An optimizer that takes part: rates, parameters and state are inputs, options are noted where they are read."""
+    recorder.root(optimizer, label)
+    groups = optimizer.param_groups
+    recorder.note(optimizer, Step.ATTRIBUTE, "param_groups", groups)
+    for index, group in enumerate(groups):
+        recorder.note(groups, Step.ITEM, index, group)
+        options = {key: value for key, value in group.items() if not is_managed_item(key)}
+        recorder.manage(group, options)
+        for key, value in options.items():
+            if isinstance(value, torch.Tensor):  # an input, whoever reads it
+                recorder.note(group, Step.ITEM, key, value)
+    for owner in (groups, optimizer.state):
+        recorder.manage(owner)
+    if type(optimizer).__module__.startswith("torch.optim"):  # flags of its own, which mean nothing to others
+        own = vars(optimizer)
+        recorder.manage(own, {key: value for key, value in own.items() if not is_managed_item(key)})
+    recorder.about_to_change(recorder.namespace_of(optimizer))
+
+
+def is_managed_item(key: Any) -> bool:
+    """Whether an attribute of torch's optimizers or an item of a group is an input, or a flag of theirs."""
+    return key in ("state", "param_groups", "params", "lr") or str(key).startswith("_")
+
+
+def add_function(recorder: Recorder, function: Any) -> None:
+    """The step itself: what it is bound to is always the same."""
+    owner = getattr(function, "__self__", None)
+    if owner is not None and not is_plain(owner):
+        recorder.root(owner, "self")
+    if not is_plain(function):
+        recorder.root(function)
