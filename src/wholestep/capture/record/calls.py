@@ -386,12 +386,10 @@ def _container_method(recorder: Recorder, owner: Any, name: str, args: tuple[Any
 
 def _read_popped(recorder: Recorder, owner: Any, name: str, args: tuple[Any, ...]) -> None:
     index = args[0] if args else (0 if name == "popleft" else -1)
-    if type(index) is not int or not -len(owner) <= index < len(owner):
+    if type(index) is int:
+        recorder.read_position(owner, index)
+    else:
         recorder.read_all(owner)
-        return
-    if index < 0:
-        recorder.length(owner)
-    recorder.read_item(owner, index % len(owner))
 
 
 def _dict_method(recorder: Recorder, owner: dict[Any, Any], name: str, args: tuple[Any, ...]) -> None:

@@ -162,13 +162,7 @@ def read_subscript(recorder: Recorder, owner: Any, key: Any) -> None:
             recorder.follow_all(getattr(owner, "default_factory", None))
             recorder.about_to_change(owner)
     elif isinstance(owner, (list, tuple, collections.deque)) and type(key) is int:
-        size = len(owner)
-        if -size <= key < size:
-            if key < 0:
-                recorder.length(owner)
-            recorder.read_item(owner, key if key >= 0 else size + key)
-        else:
-            recorder.length(owner)
+        recorder.read_position(owner, key)
     elif isinstance(owner, CONTAINERS):
         recorder.read_all(owner)
     elif isinstance(owner, np.ndarray):

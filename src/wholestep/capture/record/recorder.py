@@ -305,6 +305,16 @@ class Recorder:
         self.note(owner, Step.LENGTH, None, before)
         return len(owner)
 
+    def read_position(self, owner: Any, index: int) -> None:
+        """`owner[index]` of a sequence; from its end, that is another item when it has another length."""
+        kept, size = self.kept.get(id(owner)), len(owner)
+        if kept is not None and index < 0 and -index <= kept.num_appended:
+            return
+        if index < 0 or index >= size:
+            settled(self.length(owner))
+        if -size <= index < size:
+            self.read_item(owner, index % size)
+
     def read_presence(self, owner: dict[Any, Any], key: Any) -> None:
         """`key in owner`."""
         kept = self.kept.get(id(owner))

@@ -120,7 +120,7 @@ def _find_place(recorder: Recorder, twin: Twin, name: str) -> None:
         recorder.stands_at(twin.real, place)
     else:
         recorder.refuse(
-            f"uses attribute '{name}' of '{twin.name}', a {twin.kind.value} that may be another tensor at the next call",
+            f"uses attribute '{name}' of '{twin.name}', a {twin.kind.value} that may be another tensor next time",
             "Keep it in the module, or in an object of its own",
         )
 
