@@ -3,7 +3,7 @@
 import operator
 from collections.abc import Callable
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -160,8 +160,8 @@ def test_attributes_of_an_argument() -> None:
 def test_attributes_of_a_tensor_elsewhere() -> None:
     def world_with_tensor() -> World:
         world = build()
-        world.state.tensor = torch.ones(())
-        world.state.tensor.scale = 2.0
+        world.state.tensor = tensor = cast(Any, torch.ones(()))
+        tensor.scale = 2.0
         return world
 
     def read(state: Any, p: Any) -> None:
