@@ -15,7 +15,7 @@ from unittest import mock
 import torch
 from torch._C._dynamo import guards as _guards
 
-from wholestep._torch import outside_modes
+from wholestep._torch import FunctionalTensor, outside_modes
 
 
 @contextlib.contextmanager
@@ -46,6 +46,13 @@ def sizes_are_shown(is_asking: Callable[[Any], bool]) -> Generator[None]:
             original = getattr(torch.SymInt, name)
             stack.enter_context(mock.patch.object(torch.SymInt, name, shown(original)))
         yield
+
+
+def class_in_eager(value: Any) -> type:
+    """The class that a value has when the step is not traced."""
+    if isinstance(value, FunctionalTensor):
+        return torch.nn.Parameter if isinstance(value, torch.nn.Parameter) else torch.Tensor
+    return type(value)
 
 
 def num_hooks(owner: torch.nn.Module | torch.optim.Optimizer) -> tuple[int, ...]:

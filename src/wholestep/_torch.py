@@ -445,17 +445,20 @@ def _accumulated_hooks(tensor: torch.Tensor) -> list[Callable[..., Any]]:
 
 
 def carry_hooks(
-    real: torch.Tensor, twin: torch.Tensor, inside: Callable[[], contextlib.AbstractContextManager[Any]]
+    real: torch.Tensor,
+    twin: torch.Tensor,
+    inside: Callable[[], contextlib.AbstractContextManager[Any]],
+    tell: Callable[[Any], Any],
 ) -> None:
-    """Give a traced leaf the hooks of the real one; each runs inside `inside()`, and is handed the real tensor."""
+    """Give a traced leaf what `tell` makes of the hooks of the real one; each runs inside `inside()`."""
 
     def call(hook: Callable[..., Any], value: Any) -> Any:
         with inside():
             return hook(value)
 
-    for hook in _gradient_hooks(real):
+    for hook in map(tell, _gradient_hooks(real)):
         twin.register_hook(functools.partial(call, hook))
-    for hook in _accumulated_hooks(real):
+    for hook in map(tell, _accumulated_hooks(real)):
         twin.register_post_accumulate_grad_hook(lambda _, hook=hook: call(hook, real))
 
 

@@ -14,8 +14,9 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -32,7 +33,7 @@ from wholestep.capture.interpose import interposed
 from wholestep.capture.layouts import new_fake_mode
 from wholestep.capture.optimizer_state import State, initial_state
 from wholestep.capture.questions import Asked, Questions
-from wholestep.capture.record import Missed, Program, Recorder, Recording, Template, Unsymbolic, listening
+from wholestep.capture.record import Missed, Program, Recorder, Recording, Template, Unseen, Unsymbolic, listening
 from wholestep.capture.record.calls import choose
 from wholestep.capture.record.places import ARGUMENTS, Rooted, Step
 from wholestep.capture.session import Session
@@ -85,6 +86,8 @@ class _Call:
     zero_gradients: frozenset[str]
     numbers: frozenset[tuple[Any, ...]]
     answers: bool
+    unseen: frozenset[FunctionType] = frozenset()
+    """Functions that would run unseen if they were not followed from the start."""
     session: Session = field(init=False)
     recorder: Recorder = field(init=False)
     bindings: dict[str, binding.Binding] = field(default_factory=dict)
@@ -104,10 +107,22 @@ class _Call:
         )
         self.recorder = self.session.recorder = Recorder(self.numbers)
 
-    def again(self, found: Reachable, numbers: frozenset[tuple[Any, ...]]) -> _Call:
-        """The same capture from its start."""
-        given = (self.function, self.args, self.kwargs)
-        return _Call(*given, found, self.dynamic_leaves, self.zero_gradients, numbers, self.answers)
+    def again(
+        self,
+        *,
+        found: Reachable | None = None,
+        numbers: frozenset[tuple[Any, ...]] | None = None,
+        unseen: Iterable[FunctionType] = (),
+    ) -> _Call:
+        """The same capture from its start, with more that is known."""
+        return _Call(
+            *(self.function, self.args, self.kwargs),
+            self.found if found is None else found,
+            *(self.dynamic_leaves, self.zero_gradients),
+            self.numbers if numbers is None else numbers,
+            self.answers,
+            self.unseen.union(unseen),
+        )
 
 
 def capture(
@@ -202,19 +217,28 @@ def _trace(call: _Call) -> tuple[_Call, fx.GraphModule, Collected]:
 
 
 def _trace_until_complete(call: _Call) -> tuple[_Call, fx.GraphModule, Collected]:
-    """Trace again as long as a trace meets models that were not known, or numbers that cannot be symbolic."""
+    """Trace again as long as a trace meets models or functions that nobody knew of, or numbers that must be fixed."""
     while True:
         try:
             return _trace(call)
         except Missed as missed:
-            call = call.again(discover.with_module(call.found, missed.module), call.numbers)
+            call = call.again(found=discover.with_module(call.found, missed.module))
         except Unsymbolic as error:
-            call = call.again(call.found, call.numbers - error.paths)
+            call = call.again(numbers=call.numbers - error.paths)
+        except Unseen as error:
+            functions = frozenset(error.functions())
+            if not functions or any(known.__code__ is error.code for known in call.unseen):
+                raise CaptureError(
+                    f"the step runs {error.code.co_qualname}, which was made out of sight and cannot be followed",
+                    location=f"{error.code.co_filename}:{error.code.co_firstlineno}",
+                    advice="Call it outside the step, or define it with def",
+                ) from None
+            call = call.again(unseen=functions)
         except CaptureError:
             if not call.numbers:
                 raise
             # Somebody takes nothing but real numbers: each value is a capture then.
-            call = call.again(call.found, frozenset())
+            call = call.again(numbers=frozenset())
 
 
 def _recording(call: _Call, result: Collected, graph: StepGraph) -> Recording:
@@ -226,7 +250,9 @@ def _recording(call: _Call, result: Collected, graph: StepGraph) -> Recording:
         if root.key is ARGUMENTS:
             root.forget_objects()
     program = Program(recorder.ledger, needed, tuple(recorder.generators))
-    return Recording(tuple(recorder.roots), program, result.effects, call.numbers, call.session.numbers)
+    return Recording(
+        tuple(recorder.roots), program, result.effects, call.numbers, call.session.numbers, call.session.current
+    )
 
 
 def _traced_run(call: _Call, collected: list[Collected]) -> list[Any]:
@@ -273,6 +299,8 @@ def _introduce(call: _Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> No
                 recorder.add_hook(hook)
     recorder.give(args, kwargs)
     recorder.add_function(call.function)
+    for unseen in call.unseen:
+        recorder.follow(unseen)
     for module in call.found.modules.values():
         recorder.enter_module(module)
 
@@ -406,10 +434,12 @@ def _refuse_option_changes(call: _Call) -> None:
                 f"the step changes an option, count or learning rate of {name} ({type(optimizer).__name__})",
                 advice="A captured step does not run Python again: change optimizer options outside of it",
             )
-    for lifted in call.session.parameters:
-        if lifted.twin.requires_grad is not lifted.real.requires_grad:
+    for lifted in call.session.lifted.values():
+        if isinstance(lifted.real, torch.Tensor) and lifted.twin.requires_grad is not lifted.real.requires_grad:
             raise CaptureError(
-                f"the step changes requires_grad of '{lifted.slot.name}'", advice="Freeze parameters outside the step"
+                f"the step changes requires_grad of '{lifted.slot.name}'",
+                advice="Freeze parameters outside the step; of other tensors make one of your own: "
+                "x = x.detach().requires_grad_()",
             )
 
 

@@ -19,8 +19,9 @@ from wholestep import _torch
 from wholestep.capture import binding, blank, source
 from wholestep.capture.questions import Questions
 from wholestep.capture.record.numbers import Number, name_of, value_of
-from wholestep.capture.record.places import ARGUMENTS, find
+from wholestep.capture.record.places import find
 from wholestep.capture.record.recorder import Recorder
+from wholestep.capture.record.recording import Current
 from wholestep.capture.trail import TrailNotes
 from wholestep.errors import CaptureError
 from wholestep.graph import Phase, Slot, SlotKind, map_nodes, ops
@@ -51,6 +52,7 @@ class Session:
     recorder: Recorder = field(default_factory=Recorder)
     numbers: dict[str, Any] = field(default_factory=dict[str, Any])
     """The numbers of the call that is running, by name; filled before the graph runs."""
+    current: Current = field(default_factory=Current)
     tracer: Any = None
     phase: Phase = Phase.FORWARD
     lifted: dict[str, Lifted] = field(default_factory=dict)
@@ -139,9 +141,9 @@ class Session:
             self.recorder.needed.add(name)
             return binding.DrawnTensor(self.numbers, name, make)
         place = self.recorder.place_of(real)
-        if place is None or place.path[0].owner is ARGUMENTS:
+        if place is None:
             return binding.FixedTensor(real)
-        return binding.AtPlace(functools.partial(find, place.path, None))
+        return binding.AtPlace(functools.partial(_find_now, place.path, self.current))
 
     def adopt(self, real: torch.Tensor) -> torch.Tensor:
         """The twin of a real tensor that surfaced in the step without being an argument: a constant from outside."""
@@ -338,3 +340,7 @@ class Session:
 def _identifier(slot: Slot) -> str:
     """A Python identifier for a slot's input node; FX makes it unique."""
     return re.sub(r"\W+", "_", slot.id).strip("_")
+
+
+def _find_now(path: tuple[Any, ...], current: Current) -> Any:
+    return find(path, current.call)

@@ -63,11 +63,15 @@ class Specialization:
                 if difference is not None:
                     return difference if isinstance(difference, Difference) else Difference(difference)
             difference = self._reads.check(call)
-        return self.compute_numbers(call) if difference is None else difference
+        if difference is not None:
+            return difference
+        self.capture.recording.current.call = call
+        return self.compute_numbers(call)
 
     def begin(self, call: Call) -> Difference | None:
         """What `check` does besides checking, for the call that the step was captured with."""
         self._reads.call_cached_functions()
+        self.capture.recording.current.call = call
         return self.compute_numbers(call)
 
     def compute_numbers(self, call: Call) -> Difference | None:
@@ -96,6 +100,7 @@ class Specialization:
                 for parameter in self.capture.any_incoming_grad:
                     parameter.grad = None
             outputs = self.rotation.run(call.leaves, is_last=is_last, number=number)
+        self.capture.recording.current.call = None
         for optimizer in self.capture.stepped:
             _torch.mark_stepped(optimizer)
         self.num_runs += 1

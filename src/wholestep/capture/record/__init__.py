@@ -2,14 +2,16 @@
 
 from wholestep.capture.record.guard import Difference, ReadGuard
 from wholestep.capture.record.listen import listening
+from wholestep.capture.record.net import Unseen
 from wholestep.capture.record.numbers import Number, is_number
 from wholestep.capture.record.program import Broken, Program
 from wholestep.capture.record.recorder import Missed, Recorder, Unsymbolic
-from wholestep.capture.record.recording import Recording
+from wholestep.capture.record.recording import Current, Recording
 from wholestep.capture.record.templates import Filling, Template
 
 __all__ = [
     "Broken",
+    "Current",
     "Difference",
     "Filling",
     "Missed",
@@ -19,6 +21,7 @@ __all__ = [
     "Recorder",
     "Recording",
     "Template",
+    "Unseen",
     "Unsymbolic",
     "is_number",
     "listening",

@@ -20,6 +20,7 @@ import math
 import operator
 import sys
 import types
+import weakref
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -29,7 +30,7 @@ from torch import nn
 
 from wholestep import _recording_torch
 from wholestep.capture.record import numbers, outside, standins, tensors
-from wholestep.capture.record.places import CONTAINERS, is_plain
+from wholestep.capture.record.places import CONTAINERS, Step, is_plain
 
 if TYPE_CHECKING:
     from wholestep.capture.record.recorder import Recorder
@@ -104,6 +105,8 @@ _ON_NUMBERS = frozenset(
 def choose(recorder: Recorder, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """What to call in place of `function` with these arguments."""
     kind = type(function)
+    if any(_is_to_be_told(recorder, arg) for arg in (*args, *kwargs.values())) and not _keeps(function):
+        return functools.partial(_call_telling, recorder, function)
     if recorder.drawn_arrays and any(id(arg) in recorder.drawn_arrays for arg in (*args, *kwargs.values())):
         return outside.convert_drawn(recorder, function, args, kwargs)
     if kind is types.FunctionType:
@@ -130,16 +133,55 @@ def choose(recorder: Recorder, function: Any, args: tuple[Any, ...], kwargs: dic
         return function
     if kind is functools._lru_cache_wrapper:  # pyright: ignore[reportPrivateUsage]
         return recorder.cached_call(function)
+    if isinstance(function, weakref.ref):
+        recorder.note(function, Step.CALL, ((), ()), function())
+        return function
     recorder.follow_operators(function)
     recorder.follow_all(vars(kind).get("__call__"))
     _give(recorder, args, kwargs)
     return function
 
 
+def _is_to_be_told(recorder: Recorder, value: Any) -> bool:
+    """Whether a value is a method of C code that writes to or reads an object from outside (`history.append`)."""
+    if type(value) not in (types.BuiltinMethodType, types.MethodWrapperType):
+        return False
+    return recorder.place_of(value.__self__) is not None and not isinstance(value.__self__, types.ModuleType)
+
+
+def _keeps(function: Any) -> bool:
+    """Whether a call only puts its arguments somewhere: nothing is called yet."""
+    return isinstance(getattr(function, "__self__", None), CONTAINERS) or function in (setattr, print, isinstance, id)
+
+
+def _call_telling(recorder: Recorder, function: Any, *args: Any, **kwargs: Any) -> Any:
+    """A call that is handed methods which it may call: what they do then is noted as if the step had called them."""
+    args = tuple(told(recorder, arg) for arg in args)
+    kwargs = {name: told(recorder, arg) for name, arg in kwargs.items()}
+    with recorder.deaf():
+        chosen = choose(recorder, function, args, kwargs)
+    return chosen(*args, **kwargs)
+
+
+def told(recorder: Recorder, value: Any) -> Any:
+    """What to hand over in place of a method of C code, whoever is going to call it; anything else as it is."""
+    if not _is_to_be_told(recorder, value):
+        return value
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        with recorder.deaf():
+            chosen = choose(recorder, value, args, kwargs)
+        return chosen(*args, **kwargs)
+
+    return call
+
+
 def _python(recorder: Recorder, function: types.FunctionType, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     handler = recorder.handlers.get(function)
     if handler is not None:
         return handler(recorder, function, args, kwargs)
+    if function.__code__ is _DISPATCHING and args:
+        return _dispatched(recorder, function, args, kwargs)
     if recorder.follow(function):
         recorder.read_defaults(function)
         return function
@@ -150,12 +192,27 @@ def _python(recorder: Recorder, function: types.FunctionType, args: tuple[Any, .
     return function
 
 
+_DISPATCHING: types.CodeType = getattr(functools.singledispatch(lambda: None), "__code__")  # noqa: B009
+
+
+def _dispatched(recorder: Recorder, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """A function of `functools.singledispatch`: what it calls for the class that its first argument has in eager."""
+    recorder.root(function.dispatch)
+    cls = _recording_torch.class_in_eager(args[0])
+    chosen = function.dispatch(cls)
+    recorder.note(function.dispatch, Step.CALL, ((cls,), ()), chosen)
+    return choose(recorder, chosen, args, kwargs)
+
+
 def _method(recorder: Recorder, method: types.MethodType, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     recorder.read_bound(method)
     handler = recorder.handler_of(method.__self__)
     if handler is not None:
         return handler(recorder, method, args, kwargs)
     function = method.__func__
+    handler = recorder.handlers.get(function) if isinstance(function, types.FunctionType) else None
+    if handler is not None:
+        return handler(recorder, method, args, kwargs)
     if type(function) is functools._lru_cache_wrapper:  # pyright: ignore[reportPrivateUsage]
         return functools.partial(recorder.cached_call(function), method.__self__)
     if isinstance(function, types.FunctionType) and recorder.follow(function):
@@ -218,12 +275,12 @@ def _object_method(recorder: Recorder, owner: Any, function: Any, args: tuple[An
     if recorder.place_of(owner) is None or isinstance(owner, np.ndarray):
         return function
     name = type(owner).__module__.split(".")[0]
-    if name in ("torch", "_thread", "re", "_sre") or function.__name__.startswith("__"):
+    if name in ("torch", "_thread", "re", "_sre"):
         return function
-    if hasattr(type(owner), "__next__"):
-        recorder.refuse(
-            f"takes items from an iterator that outlives it (a {type(owner).__name__})", "Call next() outside the step"
-        )
+    recorder.refuse_iterator(owner)
+    if function.__name__.startswith("__"):
+        recorder.refuse_hidden_state(owner)
+        return function
     recorder.refuse(
         f"calls {type(owner).__name__}.{function.__name__}(), which cannot be followed",
         "Call it outside the step, and pass what it returns",
@@ -257,6 +314,7 @@ def _give(recorder: Recorder, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
         elif isinstance(arg, type):
             recorder.read_class(arg)
         elif recorder.place_of(arg) is not None:
+            recorder.refuse_iterator(arg)
             recorder.read_deep(arg)
             recorder.might_change(arg)
         elif type(arg) in (list, tuple):
@@ -368,7 +426,7 @@ def _container_method(recorder: Recorder, owner: Any, name: str, args: tuple[Any
         if isinstance(arg, torch.Tensor) and name not in ("append", "appendleft", "insert"):
             tensors.looked_up(recorder, owner, arg)
     if isinstance(owner, dict):
-        _dict_method(recorder, owner, name, args)
+        _dict_method(recorder, owner, name, args, kwargs)
     elif name in ("append", "appendleft", "add", "discard"):
         recorder.about_to_change(owner, name, *args)
     elif name in ("extend", "extendleft", "update") and all(isinstance(arg, (list, tuple)) for arg in args):
@@ -392,7 +450,9 @@ def _read_popped(recorder: Recorder, owner: Any, name: str, args: tuple[Any, ...
         recorder.read_all(owner)
 
 
-def _dict_method(recorder: Recorder, owner: dict[Any, Any], name: str, args: tuple[Any, ...]) -> None:
+def _dict_method(
+    recorder: Recorder, owner: dict[Any, Any], name: str, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> None:
     if name in ("get", "setdefault", "pop", "__getitem__") and args:
         recorder.identify(args[0])
         recorder.read_item(owner, args[0])
@@ -400,8 +460,18 @@ def _dict_method(recorder: Recorder, owner: dict[Any, Any], name: str, args: tup
             recorder.about_to_change(owner)
     elif name == "__contains__":
         recorder.read_presence(owner, args[0])
-    elif name in ("update", "clear", "__setitem__", "__delitem__"):
+    elif name == "__setitem__":
+        recorder.wrote(owner, args[0])
+    elif name == "__delitem__":
+        recorder.read_presence(owner, args[0])
         recorder.about_to_change(owner)
+    elif name == "update":
+        recorder.about_to_change(owner)
+        given = dict(*args) if args and isinstance(args[0], (dict, list, tuple)) else {}
+        for key in (*given, *kwargs):
+            recorder.wrote(owner, key)
+    elif name == "clear":
+        recorder.cleared(owner)
     elif name in ("move_to_end", "popitem"):
         recorder.read_all(owner)
         recorder.about_to_change(owner)
@@ -515,6 +585,15 @@ def _quiet(_recorder: Recorder, function: Any, _args: tuple[Any, ...], _kwargs: 
     return function
 
 
+def _train(recorder: Recorder, method: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """`model.train()` and `model.eval()`, which set an attribute of every layer."""
+    root = getattr(method, "__self__", None) or args[0]
+    for module in root.modules():
+        recorder.wrote(recorder.namespace_of(module), "training")
+        recorder.follow_all(type(module).train)
+    return method
+
+
 _ATTRIBUTE_METHODS: dict[str, Callable[..., None]] = {
     "__getattribute__": lambda recorder, owner, name: recorder.find_attribute(owner, name),
     "__setattr__": lambda recorder, owner, name, _: recorder.write_attribute(owner, name),
@@ -544,6 +623,8 @@ BUILTINS: dict[Any, Handler] = {
     id: _identity_of,
     hash: _identity_of,
     torch.from_numpy: _for_real,
+    nn.Module.train: _train,
+    nn.Module.eval: _train,
     isinstance: _isinstance,
     issubclass: _quiet,
     callable: _quiet,

@@ -115,17 +115,21 @@ def _dict_change(kept: Kept, place: Place, templates: Templates, what: str) -> P
     """By key, and in the order in which a dict ends up: keys that were taken out and put in again go to its end."""
     now: dict[Any, Any] = dict(kept.owner)
     gone = [key for key in kept.before if key not in now]
-    values = [
-        None if kept.before.get(key, ABSENT) is value else templates.of(value, what) for key, value in now.items()
+    is_cleared = kept.is_cleared  # the owner may be the trace's own, and is not to be kept
+    written = set(now) if is_cleared else kept.keys
+    new: list[Template | None] = [
+        templates.of(value, what) if key in written or kept.before.get(key, ABSENT) is not value else None
+        for key, value in now.items()
     ]
-    new = [
-        None if value is None or _gives(value, kept.before.get(key, ABSENT)) else value
-        for key, value in zip(now, values, strict=True)
-    ]
+    if _is_of_torch(place):
+        new = [
+            None if value is None or _gives(value, kept.before.get(key, ABSENT)) else value
+            for key, value in zip(now, new, strict=True)
+        ]
     staying = iter([key for key in kept.before if key in now])
     num_in_place = next((i for i, key in enumerate(now) if next(staying, ABSENT) is not key), len(now))
     has_moved = any(key in kept.before for key in list(now)[num_in_place:])
-    if not has_moved and not gone and all(value is None for value in new):
+    if not has_moved and not gone and all(value is None for value in new) and not is_cleared:
         return lambda _owner, _filling: _nothing
     # A key may be a number of this call, or have one in it.
     known = set(map(id, kept.before))
@@ -137,6 +141,8 @@ def _dict_change(kept: Kept, place: Place, templates: Templates, what: str) -> P
         order = [key.fill(filling) for key in keys]
 
         def write() -> None:
+            if is_cleared:
+                kind.clear(owner)
             for key in gone:
                 kind.pop(owner, key, None)
             for index, (key, value) in enumerate(zip(order, filled, strict=True)):
@@ -151,6 +157,11 @@ def _dict_change(kept: Kept, place: Place, templates: Templates, what: str) -> P
 
 def _nothing() -> None:
     """No change after all."""
+
+
+def _is_of_torch(place: Place) -> bool:
+    """Whether attributes are those of one of torch's own layers."""
+    return place.parent is not None and type(place.parent.value).__module__.startswith("torch.nn.modules")
 
 
 def _gives(template: Template, before: Any) -> bool:
@@ -174,7 +185,7 @@ def _attributes_change(kept: Kept, templates: Templates, what: str) -> Prepare:
     new = [
         (name, templates.of(value, what) if value is not ABSENT else Constant(ABSENT))
         for name, value in now.items()
-        if value is not ABSENT and kept.before.get(name, ABSENT) is not value
+        if value is not ABSENT and (name in kept.keys or kept.before.get(name, ABSENT) is not value)
     ]
 
     def prepare(owner: Any, filling: Filling) -> Callable[[], None]:

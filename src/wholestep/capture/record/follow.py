@@ -37,8 +37,6 @@ _STDLIB_LEFT_OUT = tuple(
         "abc.py",
         "enum.py",
         "typing.py",
-        "weakref.py",
-        "_weakrefset.py",
         "functools.py",
         "linecache.py",
         "tokenize.py",

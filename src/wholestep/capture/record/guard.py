@@ -144,7 +144,8 @@ class ReadGuard:
             # A tensor is asked for when the graph runs: as often as in eager.
             yield "True" if expected is Expectation.TENSOR else f"same(take({owner}, CALL, {key}), {value})"
         elif step is Step.CLASS:
-            yield f"{owner}.__dict__[{key}] is {value}"
+            is_absent = expected is Expectation.ABSENT
+            yield f"{key} not in {owner}.__dict__" if is_absent else f"{owner}.__dict__[{key}] is {value}"
         elif step is Step.CELL:
             is_variable = isinstance(self._now[place.parent], ContextVar)
             get = f"take({owner}, CELL, None)" if is_variable else f"{owner}.cell_contents"

@@ -46,6 +46,9 @@ _OPERANDS: dict[str, tuple[str, int]] = {
     "MATCH_SEQUENCE": ("iterate", 1),
     "BEFORE_WITH": ("entered", 1),
     "UNARY_NOT": ("truth", 1),
+    "UNARY_NEGATIVE": ("unary", 1),
+    "UNARY_POSITIVE": ("unary", 1),
+    "UNARY_INVERT": ("unary", 1),
     "TO_BOOL": ("truth", 1),
     "JUMP_IF_TRUE_OR_POP": ("truth", 1),
     "JUMP_IF_FALSE_OR_POP": ("truth", 1),
@@ -139,13 +142,9 @@ _INERT = frozenset(
         "LOAD_ASSERTION_ERROR",
         "WITH_EXCEPT_START",
         "LOAD_BUILD_CLASS",
-        "UNARY_NEGATIVE",
-        "UNARY_POSITIVE",
-        "UNARY_INVERT",
         "IMPORT_NAME",
         "CALL_INTRINSIC_1",
         "CALL_INTRINSIC_2",
-        "MATCH_CLASS",
         "MATCH_KEYS",
         "COPY_DICT_WITHOUT_KEYS",
         "GET_AWAITABLE",
@@ -247,6 +246,9 @@ class _Editor:
         if name == "BINARY_OP":
             is_in_place = create_instruction("LOAD_CONST", argval=(instruction.arg or 0) >= _FIRST_IN_PLACE)
             return [*self._insert("binary", 2, is_in_place), bytecode.kept(instruction)]
+        if name == "MATCH_CLASS":
+            count = create_instruction("LOAD_CONST", argval=instruction.arg or 0)
+            return [*self._insert("match_class", 3, count), bytecode.kept(instruction)]
         if name in _CELLS:
             return self._cell(instruction)
         if name in _NAMED or name in _GLOBALS:

@@ -17,12 +17,12 @@ import numpy as np
 import torch
 
 from wholestep import _recording_torch
-from wholestep.capture.record import reads, tensors
+from wholestep.capture.record import net, reads, tensors
 from wholestep.capture.record.calls import choose
 from wholestep.capture.record.follow import Followers
 from wholestep.capture.record.instrument import Hooks, Instrumenter
 from wholestep.capture.record.numbers import Number, Table
-from wholestep.capture.record.places import CONTAINERS, PLAIN_TYPES
+from wholestep.capture.record.places import CONTAINERS, PLAIN_TYPES, is_plain
 from wholestep.capture.record.recorder import Recorder
 
 _active: list[Recorder] = []
@@ -38,7 +38,10 @@ def listening(recorder: Recorder) -> Generator[None]:
     _active.append(recorder)
     is_followed = recorder.followers.instrumenter.is_instrumented
     try:
-        with _recording_torch.sizes_are_shown(lambda frame: is_followed(frame.f_code)):
+        with (
+            _recording_torch.sizes_are_shown(lambda frame: is_followed(frame.f_code)),
+            net.spread(is_followed, lambda: recorder.is_deaf),
+        ):
             yield
     finally:
         _active.pop()
@@ -130,11 +133,12 @@ def _iterate(recorder: Recorder, owner: Any) -> None:
 @_hook(0)
 def _contains(recorder: Recorder, key: Any, owner: Any) -> None:
     recorder.follow_operators(owner)
+    for item in (key, *(owner if isinstance(owner, CONTAINERS) and not is_plain(owner) else ())):
+        recorder.identify(item)
     if type(owner) in _QUIET or recorder.place_of(owner) is None:
         return
     tensors.looked_up(recorder, owner, key)
     if isinstance(owner, dict):
-        recorder.identify(key)
         recorder.read_presence(owner, key)
     else:
         reads.read_through(recorder, owner)
@@ -148,6 +152,21 @@ def _operands(recorder: Recorder, left: Any, right: Any) -> None:
             recorder.refuse("computes with an array that it has drawn", "Draw with torch, or outside the step")
         if isinstance(owner, (*CONTAINERS, np.ndarray)):
             recorder.read_deep(owner)
+        elif type(owner).__eq__ is object.__eq__:  # which asks for the object itself
+            recorder.identify(owner)
+
+
+@_hook(1)
+def _unary(recorder: Recorder, owner: Any) -> None:
+    recorder.follow_operators(owner)
+
+
+@_hook(1)
+def _match_class(recorder: Recorder, subject: Any, cls: Any, names: tuple[str, ...], num_positional: int) -> None:
+    """`case Point(0, y=1)`: the attributes that the pattern asks for."""
+    if not isinstance(subject, torch.Tensor):
+        for name in (*getattr(cls, "__match_args__", ())[:num_positional], *names):
+            reads.read_attribute(recorder, subject, name)
 
 
 @_hook(2)
@@ -191,21 +210,21 @@ def _truth(recorder: Recorder, value: Any) -> None:
 @_hook(0)
 def _global_name(recorder: Recorder, name: str) -> None:
     namespace = _caller_globals()
-    if name in namespace:
-        reads.read_from_namespace(recorder, namespace, namespace.get("__name__", ""), name)
+    reads.read_from_namespace(recorder, namespace, namespace.get("__name__", ""), name)
 
 
 @_hook(0)
-def _set_global(recorder: Recorder, _value: Any, _name: str) -> None:
+def _set_global(recorder: Recorder, _value: Any, name: str) -> None:
     namespace = _caller_globals()
     recorder.root(namespace, namespace.get("__name__", ""))
-    recorder.about_to_change(namespace)
+    recorder.wrote(namespace, name)
 
 
 @_hook(0)
-def _delete_global(recorder: Recorder, _name: str) -> None:
+def _delete_global(recorder: Recorder, name: str) -> None:
     namespace = _caller_globals()
     recorder.root(namespace, namespace.get("__name__", ""))
+    recorder.read_presence(namespace, name)
     recorder.about_to_change(namespace)
 
 
@@ -222,7 +241,7 @@ def _cell(recorder: Recorder, cell: CellType, _name: str) -> None:
 
 @_hook(0)
 def _set_cell(recorder: Recorder, _value: Any, cell: CellType, _name: str) -> None:
-    recorder.about_to_change(cell)
+    recorder.wrote(cell)
 
 
 @_hook(0)

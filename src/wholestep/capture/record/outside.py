@@ -6,6 +6,7 @@ is, with its arguments as templates, and made after the step has run.
 
 from __future__ import annotations
 
+import collections
 import datetime
 import functools
 import logging
@@ -60,7 +61,28 @@ def save_generator(generator: Any) -> Callable[[], None]:
     return lambda: setattr(bits, "state", state)
 
 
+def _make_generator(recorder: Recorder, kind: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """A generator that the step makes for itself, from a seed: what it draws is the same at each call."""
+    if not any(value is not None for value in (*args, *kwargs.values())):
+        recorder.refuse(f"makes a {kind.__name__} without a seed", _ADVICE)
+
+    def make(*args: Any, **kwargs: Any) -> Any:
+        made = kind(*map(numbers.settled, args), **{name: numbers.settled(value) for name, value in kwargs.items()})
+        recorder.own_generators[id(made)] = made
+        return made
+
+    return make
+
+
 def _draw(recorder: Recorder, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    owner = function.__self__
+    if id(owner) in recorder.own_generators:
+        for value in (*args, *kwargs.values()):
+            recorder.read_deep(value)
+            recorder.might_change(value)
+        return functools.partial(_call_settled, function)
+    if recorder.place_of(owner) is None and owner not in _GLOBAL_GENERATORS:
+        recorder.refuse(f"draws from a {type(owner).__name__} that it has made", _ADVICE)
     name = f"{type(function.__self__).__name__}.{function.__name__}()"
     if function.__name__ in _IN_PLACE:
         recorder.refuse(f"draws an order with {name}", _ADVICE)
@@ -69,6 +91,14 @@ def _draw(recorder: Recorder, function: Any, args: tuple[Any, ...], kwargs: dict
     for value in (*args, *kwargs.values()):
         recorder.read_deep(value)
     return functools.partial(_drawn, recorder, function)
+
+
+def _call_settled(function: Any, *args: Any, **kwargs: Any) -> Any:
+    return function(*map(numbers.settled, args), **{name: numbers.settled(value) for name, value in kwargs.items()})
+
+
+# Whose methods are the functions of `random` and `numpy.random`.
+_GLOBAL_GENERATORS: tuple[Any, ...] = tuple(draw.__self__ for draw in (random.random, np.random.random))
 
 
 def _is_repeatable(value: Any) -> bool:
@@ -140,26 +170,41 @@ def _keep_output(recorder: Recorder, function: Any, *args: Any, **kwargs: Any) -
                 location=source.current_location(),
                 advice=source.VALUE_ADVICE,
             )
-    recorder.outputs.append(Output(function, args, kwargs))
+    recorder.outputs.append(Output(function, _as_it_is(args), _as_it_is(kwargs)))
+
+
+def _as_it_is(value: Any) -> Any:
+    """A container as it is now: the step may change it after it was printed."""
+    if isinstance(value, dict):
+        return type(value)({key: _as_it_is(item) for key, item in value.items()}) if type(value) is dict else value
+    if type(value) in (list, tuple):
+        return type(value)(_as_it_is(item) for item in value)
+    return value.copy() if type(value) in (set, collections.deque) else value
 
 
 def _log(recorder: Recorder, method: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     levels = {"debug": 10, "info": 20, "warning": 30, "warn": 30, "error": 40, "critical": 50, "fatal": 50}
     name = method.__name__
+    if name in ("isEnabledFor", "getEffectiveLevel", "hasHandlers", "getChild"):
+        return method
     if name not in levels and name != "log":
-        return method  # questions about levels; handlers are not touched
+        recorder.refuse(f"calls {name}() of a logger", "Call it outside the step")
     location = source.current_location() or "unknown:0"
     logger: logging.Logger = method.__self__
 
     def keep(*args: Any, **kwargs: Any) -> None:
         level, *rest = args if name == "log" else (levels[name], *args)
-        recorder.outputs.append(Output(functools.partial(_log_again, logger, location), (level, *rest), kwargs))
+        said = functools.partial(_log_again, logger, location)
+        recorder.outputs.append(Output(said, _as_it_is((level, *rest)), kwargs))
 
     return keep
 
 
 def _log_again(logger: logging.Logger, location: str, level: int, message: Any, *args: Any, **kwargs: Any) -> None:
     """A log record as it came from the user's line."""
+    while isinstance(logger, logging.LoggerAdapter):
+        message, kwargs = logger.process(message, kwargs)  # pyright: ignore[reportAssignmentType]
+        logger = logger.logger
     if logger.isEnabledFor(level):
         filename, _, line = location.rpartition(":")
         record = logger.makeRecord(
@@ -251,4 +296,11 @@ def _log_to_root(recorder: Recorder, function: Any, args: tuple[Any, ...], kwarg
 
 
 _ROOT = (logging.debug, logging.info, logging.warning, logging.error, logging.critical, logging.log)
-HANDLERS: dict[Any, Handler] = {print: _say, warnings.warn: _warn, **dict.fromkeys(_ROOT, _log_to_root)}
+_GENERATORS = (random.Random, np.random.RandomState, np.random.Generator, np.random.default_rng)
+HANDLERS: dict[Any, Handler] = {
+    print: _say,
+    warnings.warn: _warn,
+    **dict.fromkeys(_ROOT, _log_to_root),
+    **dict.fromkeys(_GENERATORS, _make_generator),
+    **dict.fromkeys(np.random.BitGenerator.__subclasses__(), _make_generator),
+}

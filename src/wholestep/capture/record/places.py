@@ -235,7 +235,24 @@ def is_plain(value: Any) -> bool:
     if type(value) in (tuple, frozenset, torch.Size, slice):
         parts = (value.start, value.stop, value.step) if type(value) is slice else value
         return all(is_plain(part) for part in parts)
-    return isinstance(value, np.generic) and not is_number(value)
+    return isinstance(value, np.generic) and not isinstance(value, np.void) and not is_number(value)
+
+
+def has_hidden_state(value: Any) -> bool:
+    """Whether an object holds something that only C knows and that may change: buffers, iterators, thread locals.
+
+    What has a hash of its own is taken for a value that never changes (dates, patterns, decimals).
+    """
+    kind = type(value)
+    if is_plain(value) or isinstance(value, (*_PINNED, *CONTAINERS, torch.Tensor, np.ndarray)) or is_open(value):
+        return False
+    if kind.__module__.split(".")[0] == "torch":
+        return False
+    try:
+        hash(value)
+    except TypeError:
+        return True
+    return kind.__hash__ is object.__hash__
 
 
 def is_open(value: Any) -> bool:
@@ -252,11 +269,13 @@ def _has_plain_layout(cls: type) -> bool:
         return False
     if cls is types.SimpleNamespace:
         return True
-    bases = [base for base in cls.__mro__ if not base.__flags__ & _HEAP_TYPE]
+    bases = [base for base in cls.__mro__ if not base.__flags__ & _HEAP_TYPE or base.__flags__ & _OF_C]
     return all(base in (object, types.SimpleNamespace, BaseException, Exception) for base in bases)
 
 
 _HEAP_TYPE = 1 << 9
+_OF_C = 1 << 8
+"""Classes that cannot be changed: those of C modules, also where they are made like those of Python."""
 
 
 def expectation(value: Any) -> Expectation:
@@ -284,7 +303,7 @@ def same(left: Any, right: Any) -> bool:
         return False
     if isinstance(left, float):
         return (left == right and str(left) == str(right)) or (left != left and right != right)
-    if isinstance(left, (tuple, torch.Size)):
+    if isinstance(left, (tuple, torch.Size, frozenset)):  # sets that are equal may still differ in their order
         return len(left) == len(right) and all(map(same, left, right))
     return bool(left == right)
 

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from wholestep.capture.record import standins, tensors
-from wholestep.capture.record.places import ABSENT, CONTAINERS, Place, Step, take
+from wholestep.capture.record.places import ABSENT, CONTAINERS, Place, Step, has_hidden_state, take
 
 if TYPE_CHECKING:
     from wholestep.capture.record.recorder import Recorder
@@ -49,6 +49,14 @@ def find_attribute(recorder: Recorder, owner: Any, name: str, place: Place | Non
         recorder.follow_all(member)
         if isinstance(member, MemberDescriptorType):
             recorder.read_slot(owner, name)
+        elif isinstance(member, property):
+            if not isinstance(member.fget, FunctionType):
+                recorder.called(member.fget, (owner,))
+        elif not type(member).__flags__ & _HEAP_TYPE:
+            # Of C: a named part of a tuple, or something about an object that only C knows.
+            if isinstance(owner, CONTAINERS):
+                recorder.read_all(owner)
+            refuse_hidden_state(recorder, owner)
         return
     if member is not ABSENT and hasattr(type(member), "__get__"):
         recorder.follow_operators(member)
@@ -74,8 +82,12 @@ def find_attribute(recorder: Recorder, owner: Any, name: str, place: Place | Non
             recorder.read_item(namespace, name)
         getter = _class_member(type(owner), "__getattr__")
         recorder.follow_all(getter)
-        if not isinstance(getter, FunctionType):
+        if getter in (dict.__getitem__, dict.get):
+            recorder.read_item(owner, name)
+        elif not isinstance(getter, FunctionType):
             recorder.read_deep(owner)
+            refuse_hidden_state(recorder, owner)
+            read_from_class(recorder, type(owner), name)
 
 
 def read_from_namespace(recorder: Recorder, namespace: dict[str, Any], label: str, name: str) -> None:
@@ -102,6 +114,9 @@ def read_from_class(recorder: Recorder, cls: type, name: str) -> None:
                 recorder.note(base, Step.CLASS, name, member)
             recorder.follow_all(member)
             return
+        if base.__flags__ & _HEAP_TYPE and not _is_library(base.__module__):
+            recorder.root(base)
+            recorder.note(base, Step.CLASS, name, ABSENT)
     metaclass = _class_member(type(cls), name)
     if metaclass is not ABSENT:
         recorder.follow_all(metaclass)
@@ -133,18 +148,26 @@ def write_attribute(recorder: Recorder, owner: Any, name: str) -> None:
         return
     if isinstance(owner, ModuleType):
         recorder.root(vars(owner), owner.__name__)
-        recorder.about_to_change(vars(owner))
+        recorder.wrote(vars(owner), name)
     elif isinstance(owner, type):
         recorder.root(owner)
-        recorder.about_to_change(owner)
+        recorder.wrote(owner, name)
     elif recorder.place_of(owner) is not None:
         member = _class_member(type(owner), name)
-        if isinstance(member, MemberDescriptorType):
-            recorder.about_to_change(owner)
+        setter = _class_member(type(owner), "__setattr__")
+        if setter is dict.__setitem__:  # as in `class Config(dict)` with its keys for attributes
+            write_item(recorder, owner, "__setitem__", name)
+        elif isinstance(member, MemberDescriptorType):
+            recorder.wrote(owner, name)
         elif _is_data_descriptor(member):
             recorder.follow_all(member)
         elif (namespace := recorder.namespace_of(owner)) is not None:
-            recorder.about_to_change(namespace)
+            if isinstance(setter, FunctionType) and not isinstance(owner, nn.Module):
+                recorder.about_to_change(namespace)  # it will say what it writes
+            else:
+                recorder.wrote(namespace, name)
+        else:
+            refuse_hidden_state(recorder, owner)
     recorder.follow_operators(owner)
 
 
@@ -167,19 +190,26 @@ def read_subscript(recorder: Recorder, owner: Any, key: Any) -> None:
         recorder.read_all(owner)
     elif isinstance(owner, np.ndarray):
         recorder.expect_content(owner)
+    else:
+        refuse_hidden_state(recorder, owner)
 
 
 def write_item(recorder: Recorder, owner: Any, operation: str, *args: Any) -> None:
     """An item of an owner is going to be set or deleted."""
+    recorder.follow_operators(owner)
     if isinstance(owner, dict):
         if recorder.place_of(owner) is not None:
             tensors.looked_up(recorder, owner, args[0])
-        recorder.about_to_change(owner)
+        if operation == "__delitem__":
+            recorder.read_presence(owner, args[0])
+        recorder.wrote(owner, args[0])
     elif isinstance(owner, (list, collections.deque)):
         recorder.about_to_change(owner, operation, *args)
     elif isinstance(owner, np.ndarray):
         recorder.expect_content(owner)
         recorder.about_to_change(owner)
+    else:
+        refuse_hidden_state(recorder, owner)
 
 
 def read_through(recorder: Recorder, owner: Any) -> None:
@@ -192,7 +222,25 @@ def read_through(recorder: Recorder, owner: Any) -> None:
         recorder.read_all(owner)
     elif isinstance(owner, np.ndarray):
         recorder.expect_content(owner)
-    elif hasattr(type(owner), "__next__"):
+    else:
+        refuse_iterator(recorder, owner)
+        refuse_hidden_state(recorder, owner)
+
+
+def refuse_iterator(recorder: Recorder, owner: Any) -> None:
+    """Taking an item from an iterator of C's changes it where nobody can see or undo it."""
+    taker = getattr(type(owner), "__next__", None)
+    if taker is not None and not isinstance(taker, FunctionType) and recorder.place_of(owner) is not None:
         recorder.refuse(
             f"takes items from an iterator that outlives it (a {type(owner).__name__})", "Call next() outside the step"
+        )
+
+
+def refuse_hidden_state(recorder: Recorder, owner: Any) -> None:
+    """An object from outside whose state is C's, and may change: nobody could tell."""
+    if recorder.place_of(owner) is not None and has_hidden_state(owner):
+        recorder.refuse(
+            f"reads or writes a {type(owner).__module__}.{type(owner).__name__} from outside, whose content cannot be "
+            "watched",
+            "Pass what it holds to the step as an argument",
         )

@@ -28,7 +28,7 @@ from torch.optim import Optimizer
 from wholestep import _recording_torch, _torch
 from wholestep.capture import source, tree
 from wholestep.capture.record import outside, reads
-from wholestep.capture.record.calls import BUILTINS
+from wholestep.capture.record.calls import BUILTINS, choose, told
 from wholestep.capture.record.follow import Followers, functions_in
 from wholestep.capture.record.numbers import Ledger, Number, origins_of, settled
 from wholestep.capture.record.places import (
@@ -113,6 +113,8 @@ class Recorder:
         self._caches: dict[int, Any] = {}
         """Caches of functions that were empty before the trace."""
         self._read_deep: set[int] = set()
+        self.own_generators: dict[int, Any] = {}
+        """Generators of random numbers that the step has made itself."""
 
     # Owners
 
@@ -150,7 +152,9 @@ class Recorder:
         for name in ("_parameters", "_buffers"):
             self.manage(vars(module)[name])
         namespace = self.namespace_of(module)
+        assert namespace is not None
         self.about_to_change(namespace)
+        self.read_item(namespace, "training")  # which torch's own functions read too
         for name, part in vars(module).items():
             if name == "_modules" or (name.endswith("_hooks") and isinstance(part, dict)):
                 self._watch(namespace, name, part)
@@ -176,6 +180,7 @@ class Recorder:
         if hasattr(hook, "__self__"):
             self.read_bound(hook)
         self.follow_all(hook)
+        self.follow_operators(hook)
 
     def add_function(self, function: Any) -> None:
         """The step itself: what it is bound to is always the same."""
@@ -379,6 +384,20 @@ class Recorder:
     def read_through(self, owner: Any) -> None:
         reads.read_through(self, owner)
 
+    def refuse_iterator(self, owner: Any) -> None:
+        reads.refuse_iterator(self, owner)
+
+    def refuse_hidden_state(self, owner: Any) -> None:
+        reads.refuse_hidden_state(self, owner)
+
+    def called(self, function: Any, args: tuple[Any, ...]) -> None:
+        """Python calls a function by itself."""
+        choose(self, function, args, {})
+
+    def told(self, hook: Any) -> Any:
+        """A callable that C code will call, such that it tells what it does."""
+        return told(self, hook)
+
     def root_globals(self) -> None:
         """`globals()` is called by followed code."""
         frame = sys._getframe(1)  # pyright: ignore[reportPrivateUsage]
@@ -563,6 +582,18 @@ class Recorder:
             name, *args = operation
             noted: Operation = (name, tuple(args))
             kept.operations.append(noted)
+
+    def wrote(self, owner: Any, key: Any = None) -> None:
+        """Like `about_to_change`, for an owner whose parts have keys or names; a cell has one part."""
+        self.about_to_change(owner)
+        if id(owner) in self.kept:
+            self.kept[id(owner)].keys.add(key)
+
+    def cleared(self, owner: dict[Any, Any]) -> None:
+        """A dict is going to be emptied."""
+        self.about_to_change(owner)
+        if id(owner) in self.kept:
+            self.kept[id(owner)].is_cleared = True
 
     def restore(self) -> None:
         """Undo everything that the trace has written."""

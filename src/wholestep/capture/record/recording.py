@@ -10,12 +10,19 @@ from wholestep.capture.record.places import Place
 from wholestep.capture.record.program import Program
 
 
+@dataclass
+class Current:
+    """The call that is running: tensors in the objects it was given are found there. None between calls."""
+
+    call: Any = None
+
+
 @dataclass(frozen=True)
 class Recording:
     """The Python around a captured graph.
 
     `roots` are the places it has read from; `program` computes the numbers that change, `effects` are done behind the
-    graph. `symbolic` are the paths of numbers that may change; `numbers` holds those of the call that is running.
+    graph. `symbolic` are the paths of numbers that may change; `numbers` holds those of the `current` call.
     """
 
     roots: tuple[Place, ...]
@@ -23,3 +30,4 @@ class Recording:
     effects: Effects
     symbolic: frozenset[tuple[Any, ...]]
     numbers: dict[str, Any]
+    current: Current

@@ -29,12 +29,16 @@ class Kept:
     """What an owner held before the step wrote to it.
 
     `before` is a shallow copy: a dict for what has keys (dicts, slots, attributes of a class), a list for sequences,
-    the content of a cell, an array. `operations` are the calls that changed a list, set or deque, in order.
+    the content of a cell, an array. `operations` are the calls that changed a list, set or deque, in order; `keys` are
+    what was set by name or key, and `is_cleared` says that a dict was emptied: both are done again even where they
+    left everything as it was, since it may be otherwise before the next call.
     """
 
     owner: Any
     before: Any
     operations: list[Operation] = field(default_factory=list[Operation])
+    keys: set[Any] = field(default_factory=set[Any])
+    is_cleared: bool = False
 
     @staticmethod
     def of(owner: Any) -> Kept:
@@ -76,7 +80,9 @@ class Kept:
             _restore_attributes(owner, before)
 
     def has_changed(self) -> bool:
-        """Whether the owner holds something else now, or the same in another order."""
+        """Whether the owner was written to, or holds something else now, or the same in another order."""
+        if self.operations or self.keys or self.is_cleared:
+            return True
         now = content_of(self.owner)
         if isinstance(now, np.ndarray):
             return now.tobytes() != self.before.tobytes()

@@ -153,6 +153,16 @@ class Converted(Template):
         return filling.made[self.number]
 
 
+@dataclass(frozen=True, slots=True)
+class Again(Template):
+    """An object that is being made just now: it holds one that leads back to it."""
+
+    number: int
+
+    def fill(self, filling: Filling) -> Any:
+        return filling.made[self.number]
+
+
 def _put_items(built: Any, items: Items | None, filling: Filling) -> None:
     if items is None:
         return
@@ -186,7 +196,7 @@ class Templates:
         self._slot_of = slot_of
         self._base_of = base_of
         self._computed = computed
-        self._known: dict[int, Template] = {}
+        self._known: dict[int, Template | None] = {}
         self._alive: list[Any] = []
         self.numbers: set[str] = set()
         """Names of all changing numbers in templates."""
@@ -213,7 +223,10 @@ class Templates:
         if place is not None:
             return Constant(value) if place.expectation is Expectation.SAME else Existing(place.path)
         if id(value) in self._known:
-            return self._known[id(value)]
+            known = self._known[id(value)]
+            if known is None:
+                raise CaptureError(f"{what} a tuple that leads back to itself", advice="Use a list")
+            return known
         self._alive.append(value)
         template = self._known[id(value)] = self._built(value, what)
         return template
@@ -235,7 +248,8 @@ class Templates:
 
     def _built(self, value: Any, what: str) -> Template:
         number = len(self._known)
-        self._known[id(value)] = Constant(value)  # in a ring of objects; replaced below
+        is_ready = is_open(value) and not isinstance(value, (tuple, frozenset, types.MethodType))
+        self._known[id(value)] = Again(number) if is_ready else None  # in a ring of objects; replaced below
         if isinstance(value, (tuple, frozenset)):
             parts = tuple(self.of(part, what) for part in value)
             return Converted(number, functools.partial(_from_parts, type(value)), parts)

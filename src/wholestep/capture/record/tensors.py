@@ -79,7 +79,7 @@ def write_attribute(recorder: Recorder, tensor: torch.Tensor, name: str) -> None
     """`tensor.name` is going to be set or deleted."""
     namespace = None if _is_torchs(tensor, name) else _namespace(recorder, tensor, name)
     if namespace is not None:
-        recorder.about_to_change(namespace)
+        recorder.wrote(namespace, name)
 
 
 def _is_torchs(tensor: torch.Tensor, name: str) -> bool:
