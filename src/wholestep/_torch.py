@@ -178,6 +178,18 @@ def to_functional(tensor: torch.Tensor) -> torch.Tensor:
     return FunctionalTensor.to_functional(tensor)
 
 
+INTERNAL_ATTRIBUTES = frozenset(["elem", "_is_param"])
+"""What traced tensors have among their own attributes."""
+
+
+def given_attributes(tensor: torch.Tensor) -> dict[str, Any]:
+    """Attributes that somebody has given to a tensor, traced or not."""
+    attributes: dict[str, Any] = object.__getattribute__(tensor, "__dict__")
+    if not attributes or not isinstance(tensor, FunctionalTensor):
+        return attributes
+    return {name: value for name, value in attributes.items() if name not in INTERNAL_ATTRIBUTES}
+
+
 def mark_as_parameter(tensor: torch.Tensor) -> None:
     """Make `isinstance(tensor, torch.nn.Parameter)` true for a traced tensor."""
     tensor._is_param = True  # pyright: ignore[reportAttributeAccessIssue]

@@ -283,6 +283,7 @@ def _traced_run(call: _Call, collected: list[Collected]) -> list[Any]:
             stack.enter_context(_lent_optimizer(call, name, optimizer))
         _introduce(call, args, kwargs)
         stack.enter_context(call.recorder.placed_numbers())
+        call.recorder.twins.show_attributes()
         stack.callback(call.recorder.restore)
         with interposed(session, _module_names(call.found)), listening(call.recorder):
             function = choose(call.recorder, call.function, args, kwargs)
@@ -413,8 +414,12 @@ def _lent_optimizer(call: _Call, name: str, optimizer: Optimizer) -> contextlib.
 
     def lift_rate(group: int, value: Any) -> Any:
         slot = Slot(SlotKind.LR, f"{name}.{group}" if several else str(group))
-        value = value if isinstance(value, torch.Tensor) else float(value)
-        return _lift(call, value, slot, binding.LearningRate(optimizer, group))
+        if isinstance(value, torch.Tensor):
+            return _lift(call, value, slot, binding.LearningRate(optimizer, group))
+        symbol = _lift(call, float(value), slot, binding.LearningRate(optimizer, group))
+        path = (Rooted(optimizer), (Step.ATTRIBUTE, "param_groups"), (Step.ITEM, group), (Step.ITEM, "lr"))
+        call.recorder.add_rate(symbol, path, type(value))
+        return symbol
 
     def twin_of(parameter: torch.Tensor) -> torch.Tensor:
         return call.session.twins[id(parameter)]

@@ -11,7 +11,7 @@ from wholestep import _torch
 from wholestep.capture import binding
 from wholestep.capture.discover import Reachable
 from wholestep.capture.record.effects import Effects, find_effects
-from wholestep.capture.record.templates import Template, Templates
+from wholestep.capture.record.templates import Template, Templates, refuse_attributes
 from wholestep.capture.session import Lifted, Session
 from wholestep.errors import CaptureError
 from wholestep.graph import Slot, SlotKind
@@ -180,6 +180,8 @@ def _owns_gradient(lifted: Lifted) -> bool:
 def _add_result(result: Collected, slot: Slot, value: Any) -> None:
     result.new_slots[slot.id] = slot
     if isinstance(value, _SYMBOLIC) or _torch.is_traced(value):
+        if isinstance(value, torch.Tensor):
+            refuse_attributes(value)
         result.results[slot.id] = result.add(value)
     else:
         result.constants[slot.id] = value

@@ -9,6 +9,7 @@ from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import torch
 from torch import fx, nn
 from torch.optim import Optimizer
@@ -91,6 +92,7 @@ class Session:
                 return self.twins[id(real)]
             twin, node = self._lift_tensor(real, slot, dynamic_dims)
             self.twins[id(real)] = twin
+            self.recorder.twins.add(real, twin, slot.kind, slot.name)
         else:
             symbolic = _torch.new_symbolic_int if isinstance(real, int) else _torch.new_symbolic_float
             twin = symbolic(self.fake_mode)
@@ -126,7 +128,10 @@ class Session:
         """The traced value of a number that may change: an input of the graph."""
         name = name_of(number)
         known = next((entry.twin for entry in self.lifted.values() if entry.slot == Slot(SlotKind.NUMBER, name)), None)
-        return self.lift(value_of(number), Slot(SlotKind.NUMBER, name)) if known is None else known
+        if known is not None:
+            return known
+        value = value_of(number)
+        return self.lift(value.item() if isinstance(value, np.generic) else value, Slot(SlotKind.NUMBER, name))
 
     def where_adopted(self, real: torch.Tensor) -> binding.Binding:
         """Where a tensor that is neither an argument nor a model's is to be found at each call."""

@@ -18,6 +18,7 @@ import builtins
 import functools
 import math
 import operator
+import sys
 import types
 import weakref
 from collections.abc import Callable
@@ -28,7 +29,7 @@ import torch
 from torch import nn
 
 from wholestep import _recording_torch
-from wholestep.capture.record import numbers, outside
+from wholestep.capture.record import numbers, outside, standins, tensors
 from wholestep.capture.record.places import CONTAINERS, Step, is_plain
 
 if TYPE_CHECKING:
@@ -88,8 +89,16 @@ _PURE_MODULES = frozenset(
 )
 _CLOCKS = ("time",)
 
+# What these make keeps numbers, or computes with them as Python does.
+_HOLDING = frozenset(["builtins", "itertools", "functools", "_functools", "operator", "_operator"]) | {
+    "collections",
+    "_collections",
+    "types",
+    "weakref",
+    "_weakref",
+}
 _ON_NUMBERS = frozenset(
-    [*(f for f in vars(math).values() if isinstance(f, types.BuiltinFunctionType)), abs, round, pow, divmod, float, int]
+    [*(f for f in vars(math).values() if isinstance(f, types.BuiltinFunctionType)), abs, round, pow, float, int]
 )
 
 
@@ -314,9 +323,7 @@ def _give(recorder: Recorder, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
 
 def _with_numbers(recorder: Recorder, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """A call with a changing number among its arguments: computed again, exchanged by torch's own kind, or settled."""
-    if function in _ON_NUMBERS and all(
-        type(numbers.value_of(arg)) in (int, float, bool) for arg in (*args, *kwargs.values())
-    ):
+    if function in _ON_NUMBERS and all(map(numbers.are_numbers, (*args, *kwargs.values()))):
         return functools.partial(_compute, function)
     if function in (min, max, sum, isinstance, print, getattr, setattr, str, repr, format, type):
         return (
@@ -328,9 +335,29 @@ def _with_numbers(recorder: Recorder, function: Any, args: tuple[Any, ...], kwar
     is_torch = root.split(".")[0] == "torch" or isinstance(getattr(function, "__self__", None), torch.Tensor)
     if is_torch or isinstance(function, type(torch.ops.aten.add)):
         return functools.partial(_with_symbols, recorder, function)
+    if _takes_real_numbers(function):
+        args, kwargs = tuple(map(numbers.settled, args)), {key: numbers.settled(arg) for key, arg in kwargs.items()}
+        return functools.partial(_with_settled, choose(recorder, function, args, kwargs))
     if isinstance(function, type):
         return _class(recorder, function, args, kwargs)
     return _builtin(recorder, function, args, kwargs)
+
+
+def _takes_real_numbers(function: Any) -> bool:
+    """Whether C code is called that would not take a number of ours for one, and say so to the step."""
+    if isinstance(function, type):
+        members = [vars(base).get(name) for base in function.__mro__ for name in ("__new__", "__init__")]
+        is_c = not any(isinstance(member, types.FunctionType) for member in members)
+    else:
+        is_c = type(function) is types.BuiltinFunctionType and isinstance(
+            function.__self__, (types.ModuleType, type(None))
+        )
+    root = str(getattr(function, "__module__", None) or "builtins").split(".")[0]
+    return is_c and root not in _HOLDING and (root == "numpy" or root in sys.stdlib_module_names)
+
+
+def _with_settled(function: Any, *args: Any, **kwargs: Any) -> Any:
+    return function(*map(numbers.settled, args), **{key: numbers.settled(arg) for key, arg in kwargs.items()})
 
 
 def _compute(function: Any, *args: Any, **kwargs: Any) -> Any:
@@ -395,6 +422,9 @@ def _container_method(recorder: Recorder, owner: Any, name: str, args: tuple[Any
     _give(recorder, args, kwargs)
     if recorder.place_of(owner) is None:
         return
+    for arg in args:
+        if isinstance(arg, torch.Tensor) and name not in ("append", "appendleft", "insert"):
+            tensors.looked_up(recorder, owner, arg)
     if isinstance(owner, dict):
         _dict_method(recorder, owner, name, args, kwargs)
     elif name in ("append", "appendleft", "add", "discard"):
@@ -414,12 +444,10 @@ def _container_method(recorder: Recorder, owner: Any, name: str, args: tuple[Any
 
 def _read_popped(recorder: Recorder, owner: Any, name: str, args: tuple[Any, ...]) -> None:
     index = args[0] if args else (0 if name == "popleft" else -1)
-    if type(index) is not int or not -len(owner) <= index < len(owner):
+    if type(index) is int:
+        recorder.read_position(owner, index)
+    else:
         recorder.read_all(owner)
-        return
-    if index < 0:
-        recorder.length(owner)
-    recorder.read_item(owner, index % len(owner))
 
 
 def _dict_method(
@@ -458,7 +486,7 @@ def _dict_method(
 
 def _getattr(recorder: Recorder, function: Any, args: tuple[Any, ...], _kwargs: dict[str, Any]) -> Any:
     owner, name = args[0], args[1]
-    if not isinstance(owner, torch.Tensor) and isinstance(name, str) and type(owner) is not numbers.Number:
+    if isinstance(name, str) and type(owner) is not numbers.Number:
         recorder.read_attribute(owner, name)
     return function
 
@@ -511,6 +539,8 @@ _GETTERS: dict[type, Callable[..., None]] = {
 
 
 def _vars(recorder: Recorder, function: Any, args: tuple[Any, ...], _kwargs: dict[str, Any]) -> Any:
+    if args and isinstance(args[0], torch.Tensor):
+        recorder.read_attribute(args[0], "__dict__")
     if args and recorder.place_of(args[0]) is not None:
         recorder.namespace_of(args[0])
     return function
@@ -528,7 +558,8 @@ def _next(recorder: Recorder, function: Any, args: tuple[Any, ...], kwargs: dict
 
 def _identity_of(recorder: Recorder, function: Any, args: tuple[Any, ...], _kwargs: dict[str, Any]) -> Any:
     recorder.identify(args[0])
-    return function
+    owner = tensors.id_of(recorder, args[0])
+    return function if owner is args[0] else lambda _: function(owner)
 
 
 def _for_real(recorder: Recorder, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -540,6 +571,14 @@ def _for_real(recorder: Recorder, function: Any, args: tuple[Any, ...], kwargs: 
             return function(*args, **kwargs)
 
     return call
+
+
+def _type(recorder: Recorder, function: Any, args: tuple[Any, ...], _kwargs: dict[str, Any]) -> Any:
+    return functools.partial(standins.type_of, recorder) if len(args) == 1 else function
+
+
+def _isinstance(recorder: Recorder, function: Any, args: tuple[Any, ...], _kwargs: dict[str, Any]) -> Any:
+    return functools.partial(standins.is_instance, recorder) if standins.is_number(args[0]) else function
 
 
 def _quiet(_recorder: Recorder, function: Any, _args: tuple[Any, ...], _kwargs: dict[str, Any]) -> Any:
@@ -586,11 +625,11 @@ BUILTINS: dict[Any, Handler] = {
     torch.from_numpy: _for_real,
     nn.Module.train: _train,
     nn.Module.eval: _train,
-    isinstance: _quiet,
+    isinstance: _isinstance,
     issubclass: _quiet,
     callable: _quiet,
     super: _quiet,
-    type: _quiet,
+    type: _type,
     locals: _quiet,
     open: _refused("opens a file", "Read and write files outside the step"),
     input: _refused("asks for input", "Ask outside the step"),

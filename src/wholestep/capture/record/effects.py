@@ -115,36 +115,40 @@ def _dict_change(kept: Kept, place: Place, templates: Templates, what: str) -> P
     """By key, and in the order in which a dict ends up: keys that were taken out and put in again go to its end."""
     now: dict[Any, Any] = dict(kept.owner)
     gone = [key for key in kept.before if key not in now]
-    written = set(now) if kept.is_cleared else kept.keys
-    new = {
-        key: templates.of(value, what)
+    is_cleared = kept.is_cleared  # the owner may be the trace's own, and is not to be kept
+    written = set(now) if is_cleared else kept.keys
+    new: list[Template | None] = [
+        templates.of(value, what) if key in written or kept.before.get(key, ABSENT) is not value else None
         for key, value in now.items()
-        if key in written or kept.before.get(key, ABSENT) is not value
-    }
+    ]
     if _is_of_torch(place):
-        new = {key: template for key, template in new.items() if not _gives(template, kept.before.get(key, ABSENT))}
+        new = [
+            None if value is None or _gives(value, kept.before.get(key, ABSENT)) else value
+            for key, value in zip(now, new, strict=True)
+        ]
     staying = iter([key for key in kept.before if key in now])
-    order = list(now)
-    num_in_place = next((i for i, key in enumerate(order) if next(staying, ABSENT) is not key), len(order))
-    moved = [key for key in order[num_in_place:] if key in kept.before]
-    if not moved and not gone and not new and not kept.is_cleared:
+    num_in_place = next((i for i, key in enumerate(now) if next(staying, ABSENT) is not key), len(now))
+    has_moved = any(key in kept.before for key in list(now)[num_in_place:])
+    if not has_moved and not gone and all(value is None for value in new) and not is_cleared:
         return lambda _owner, _filling: _nothing
+    # A key may be a number of this call, or have one in it.
+    known = set(map(id, kept.before))
+    keys = [Constant(key) if id(key) in known else templates.of(key, what) for key in now]
 
     def prepare(owner: dict[Any, Any], filling: Filling) -> Callable[[], None]:
-        kind, filled = dict_kind(owner), {key: template.fill(filling) for key, template in new.items()}
+        kind = dict_kind(owner)
+        filled = [None if template is None else (template.fill(filling),) for template in new]
+        order = [key.fill(filling) for key in keys]
 
         def write() -> None:
-            if kept.is_cleared:
+            if is_cleared:
                 kind.clear(owner)
             for key in gone:
                 kind.pop(owner, key, None)
-            for key in order[:num_in_place]:
-                if key in filled:
-                    kind.__setitem__(owner, key, filled[key])
-            for key in order[num_in_place:]:
-                before = kind.pop(owner, key, None) if moved else None
-                if key in filled or moved:
-                    kind.__setitem__(owner, key, filled.get(key, before))
+            for index, (key, value) in enumerate(zip(order, filled, strict=True)):
+                before = kind.pop(owner, key, None) if has_moved and index >= num_in_place else None
+                if value is not None or (has_moved and index >= num_in_place):
+                    kind.__setitem__(owner, key, before if value is None else value[0])
 
         return write
 

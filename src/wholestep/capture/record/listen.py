@@ -15,10 +15,9 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import nn
 
 from wholestep import _recording_torch
-from wholestep.capture.record import net, reads
+from wholestep.capture.record import net, reads, tensors
 from wholestep.capture.record.calls import choose
 from wholestep.capture.record.follow import Followers
 from wholestep.capture.record.instrument import Hooks, Instrumenter
@@ -30,7 +29,7 @@ _active: list[Recorder] = []
 _HOOKS: Hooks = {}
 
 # Nothing to be noted when these are read from or computed with.
-_QUIET: frozenset[type] = PLAIN_TYPES | {Number, torch.Tensor, nn.Parameter, torch.Size}
+_QUIET: frozenset[type] = PLAIN_TYPES | {Number, torch.Size}
 
 
 @contextmanager
@@ -73,8 +72,7 @@ def _hook(num_owners: int) -> Callable[[Callable[..., Any]], Callable[..., Any]]
 
 @_hook(1)
 def _attribute(recorder: Recorder, owner: Any, name: str) -> None:
-    if not isinstance(owner, torch.Tensor):
-        reads.read_attribute(recorder, owner, name)
+    reads.read_attribute(recorder, owner, name)
 
 
 @_hook(0)
@@ -139,6 +137,7 @@ def _contains(recorder: Recorder, key: Any, owner: Any) -> None:
         recorder.identify(item)
     if type(owner) in _QUIET or recorder.place_of(owner) is None:
         return
+    tensors.looked_up(recorder, owner, key)
     if isinstance(owner, dict):
         recorder.read_presence(owner, key)
     else:
@@ -181,8 +180,10 @@ def _binary(recorder: Recorder, left: Any, right: Any, is_in_place: bool) -> Non
         recorder.about_to_change(left)
 
 
-@_hook(1)
+@_hook(2)
 def _identity(recorder: Recorder, left: Any, right: Any) -> None:
+    if not _caller_globals().get("__name__", "").startswith("torch."):  # whose layers look whether weights are theirs
+        tensors.same_object(recorder, left, right)
     if type(left) is type(right):
         recorder.identify(left)
         recorder.identify(right)

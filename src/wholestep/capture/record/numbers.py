@@ -10,7 +10,8 @@ each:
                                                 assumed: not b3 < 0.99
 
 Nobody can take the value out unseen: a comparison, a use as an index, `float()`, hashing or formatting leaves an
-assumption, and a call that breaks one is captured again. A `Number` is not a float for C code, which would read it
+assumption, and a call that breaks one is captured again. So do an operation that raises, and one whose result may be
+of another type (`2**n` is a float for a negative `n`). A `Number` is not a float for C code, which would read it
 without asking, but `isinstance` says that it is one.
 """
 
@@ -45,7 +46,7 @@ _OPERATORS: dict[str, Callable[..., Any]] = {
     },
     **{symbol: getattr(operator, name) for name, symbol in _COMPARISONS.items()},
 }
-_REAL = (int, float)
+_PLAIN_NUMBERS = (int, float, bool)
 _SYMBOLS = (torch.SymInt, torch.SymFloat, torch.SymBool)
 
 
@@ -72,6 +73,7 @@ class Ledger:
 
     def constant(self, value: Any) -> str:
         """How a line spells a value: numbers as they are, other objects by a name."""
+        assert type(value) is not Number, "a number that changes is no constant"
         if type(value) in (bool, int, type(None)) or (type(value) is float and math.isfinite(value)):
             return f"({value!r})"
         name = f"c{len(self.constants)}"
@@ -83,6 +85,12 @@ class Ledger:
         name = f"b{len(self.lines)}"
         self.lines.append(f"{name} = {text}")
         return Number(self, name, value, origins)
+
+    def computed_alike(self, text: str, value: int | float, origins: frozenset[str] = frozenset()) -> Number:
+        """The result of an operation that may give another type for other numbers: the trace went on with this one."""
+        number = self.computed(text, value, origins)
+        self.assume(f"type({name_of(number)}) is {self.constant(type(value))}")
+        return number
 
     def assume(self, text: str) -> None:
         """The trace went on with one outcome of a question: a call that answers otherwise needs another trace."""
@@ -146,16 +154,16 @@ class Number:
         return str(settled(self))
 
     def __neg__(self) -> Any:
-        return _unary(self, "-{}", -self._value)
+        return called(operator.neg, (self,), {})
 
     def __pos__(self) -> Any:
-        return _unary(self, "+{}", +self._value)
+        return called(operator.pos, (self,), {})
 
     def __abs__(self) -> Any:
-        return _unary(self, "abs({})", abs(self._value))
+        return called(abs, (self,), {})
 
     def __invert__(self) -> Any:
-        return _unary(self, "~{}", ~self._value)  # pyright: ignore[reportOperatorIssue, reportUnknownArgumentType]
+        return called(operator.invert, (self,), {})
 
     def __round__(self, digits: int | None = None) -> Any:
         return called(round, (self,) if digits is None else (self, digits), {})
@@ -219,18 +227,28 @@ class Table:
         self._content = content
 
     def __getitem__(self, index: Number) -> Any:
-        value = self._content[value_of(index)]
-        if not isinstance(value, (int, float, np.integer, np.floating)) or isinstance(value, bool):
-            return self._content[settled(index)]
-        # What is in it is guarded, so that a copy will do.
-        text = f"{self._ledger.constant(copy.copy(self._content))}[{name_of(index)}]"
-        plain = value.item() if isinstance(value, np.generic) else value
-        return self._ledger.computed(text, plain, origins_of(index))
+        content = self._content
+        value = value_of(_tried(lambda: content[value_of(index)], (index,)))
+        is_mixed = not isinstance(content, np.ndarray) and any(type(item) is Number for item in content)
+        if not is_real(value) or (is_mixed and not all(is_real(value_of(item)) for item in content)):
+            return content[settled(index)]
+        if is_mixed:
+            text, origins = f"({', '.join(_text(self._ledger, item) for item in content)},)", origins_of(*content)
+        else:  # what is in it is guarded, so that a copy will do
+            text, origins = self._ledger.constant(copy.copy(content)), frozenset[str]()
+        return self._ledger.computed_alike(f"{text}[{name_of(index)}]", value, origins | origins_of(index))
 
 
 def is_number(value: object) -> bool:
     """Whether a value is a `Number`; `isinstance` would not tell."""
     return type(value) is Number
+
+
+def is_real(value: object) -> bool:
+    """Whether a value is a number that can be computed again: an int or float of Python or NumPy, but no bool."""
+    if type(value) in (int, float):
+        return True
+    return isinstance(value, (np.integer, np.floating)) and not isinstance(value, np.timedelta64)
 
 
 def value_of(value: Any) -> Any:
@@ -262,41 +280,68 @@ def settled(value: Any) -> Any:
     return plain
 
 
+def settled_key(key: Any) -> Any:
+    """A key that a dict or set is asked for: what it hashes is taken for granted."""
+    if not isinstance(key, (tuple, frozenset)):
+        return settled(key)
+    parts: list[Any] = [settled_key(part) for part in key]
+    if all(map(operator.is_, parts, key)):
+        return key
+    kind: Any = type(key)
+    return kind._make(parts) if hasattr(kind, "_make") else kind(parts)
+
+
 def called(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """A call of a function of plain numbers (`math.cos`, `round`, `float`) with some `Number` among its arguments."""
-    ledger = next(ledger_of(arg) for arg in (*args, *kwargs.values()) if type(arg) is Number)
-    result = function(*map(value_of, args), **{key: value_of(value) for key, value in kwargs.items()})
+    given = (*args, *kwargs.values())
+    ledger = next(ledger_of(arg) for arg in given if type(arg) is Number)
+    named = {key: value_of(value) for key, value in kwargs.items()}
+    result = _tried(lambda: function(*map(value_of, args), **named), given)
     texts = [_text(ledger, arg) for arg in args]
     texts += [f"{key}={_text(ledger, value)}" for key, value in kwargs.items()]
     text = f"{ledger.constant(function)}({', '.join(texts)})"
-    if type(result) in _REAL:
-        return ledger.computed(text, result, origins_of(*args, *kwargs.values()))
+    if is_real(result):
+        return ledger.computed_alike(text, result, origins_of(*given))
     ledger.assume(f"same({text}, {ledger.constant(result)})")
     return result
+
+
+def _tried(operation: Callable[[], Any], operands: tuple[Any, ...]) -> Any:
+    """What an operation gives; one that raises does so for these very numbers, and the step may handle that."""
+    try:
+        return operation()
+    except Exception:
+        for operand in operands:
+            settled(operand)
+        raise
 
 
 def _text(ledger: Ledger, value: Any) -> str:
     return name_of(value) if type(value) is Number else ledger.constant(value)
 
 
-def _unary(number: Number, text: str, value: Any) -> Any:
-    return ledger_of(number).computed(text.format(name_of(number)), value, origins_of(number))
-
-
 def _binary(left: Any, symbol: str, right: Any) -> Any:
     ledger = ledger_of(left if type(left) is Number else right)
-    if not all(type(value_of(side)) in (int, float, bool) for side in (left, right)):
+    if not are_numbers(left, right):
         if isinstance(left, torch.Tensor) or isinstance(right, torch.Tensor):
             return NotImplemented  # the tensor's own operator takes it as an input of the graph
         if isinstance(left, _SYMBOLS) or isinstance(right, _SYMBOLS):
             return _OPERATORS[symbol](_as_symbol(ledger, left), _as_symbol(ledger, right))
         return _OPERATORS[symbol](settled(left), settled(right))
-    result = _OPERATORS[symbol](value_of(left), value_of(right))
+    result = _tried(lambda: _OPERATORS[symbol](value_of(left), value_of(right)), (left, right))
     text = f"{_text(ledger, left)} {symbol} {_text(ledger, right)}"
-    if type(result) in _REAL:
-        return ledger.computed(text, result, origins_of(left, right))
-    ledger.assume(f"same({text}, {ledger.constant(result)})")  # a power that is complex
-    return result
+    if not is_real(result):
+        ledger.assume(f"same({text}, {ledger.constant(result)})")  # a power that is complex
+        return result
+    # Python's own numbers give the same type whatever they are, but for powers.
+    is_steady = symbol != "**" and all(type(value_of(side)) in _PLAIN_NUMBERS for side in (left, right))
+    compute = ledger.computed if is_steady else ledger.computed_alike
+    return compute(text, result, origins_of(left, right))
+
+
+def are_numbers(*values: Any) -> bool:
+    """Whether values are numbers of Python or NumPy, changing or not."""
+    return all(type(plain := value_of(value)) in _PLAIN_NUMBERS or is_real(plain) for value in values)
 
 
 def _as_symbol(ledger: Ledger, value: Any) -> Any:
@@ -307,7 +352,7 @@ def _compared(left: Any, symbol: str, right: Any) -> Any:
     ledger = ledger_of(left if type(left) is Number else right)
     if isinstance(left, torch.Tensor) or isinstance(right, torch.Tensor):
         return NotImplemented
-    if not all(type(value_of(side)) in (int, float, bool) for side in (left, right)):
+    if not are_numbers(left, right):
         return _OPERATORS[symbol](settled(left), settled(right))
     outcome = _OPERATORS[symbol](value_of(left), value_of(right))
     text = f"{_text(ledger, left)} {symbol} {_text(ledger, right)}"

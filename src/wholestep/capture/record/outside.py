@@ -114,9 +114,10 @@ def _drawn(recorder: Recorder, function: Any, *args: Any, **kwargs: Any) -> Any:
     texts = [_text(ledger, value) for value in args] + [
         f"{key}={_text(ledger, value)}" for key, value in kwargs.items()
     ]
-    number = ledger.computed(f"{ledger.constant(function)}({', '.join(texts)})", _as_number(result))
-    if isinstance(result, (int, float, np.integer, np.floating)) and not isinstance(result, bool):
-        return number
+    text = f"{ledger.constant(function)}({', '.join(texts)})"
+    if numbers.is_real(result):
+        return ledger.computed_alike(text, result)
+    number = ledger.computed(text, result)
     if isinstance(result, np.ndarray):
         recorder.drawn_arrays[id(result)] = result, numbers.name_of(number)
         return result
@@ -125,12 +126,6 @@ def _drawn(recorder: Recorder, function: Any, *args: Any, **kwargs: Any) -> Any:
             f"draws a {type(result).__name__} with {type(function.__self__).__name__}.{function.__name__}()", _ADVICE
         )
     ledger.assume(f"same({numbers.name_of(number)}, {ledger.constant(result)})")
-    return result
-
-
-def _as_number(result: Any) -> Any:
-    if isinstance(result, np.generic):
-        return result.item()
     return result
 
 

@@ -237,7 +237,7 @@ def is_plain(value: Any) -> bool:
     if type(value) in (tuple, frozenset, torch.Size, slice):
         parts = (value.start, value.stop, value.step) if type(value) is slice else value
         return all(is_plain(part) for part in parts)
-    return isinstance(value, np.generic) and not isinstance(value, np.void)
+    return isinstance(value, np.generic) and not isinstance(value, np.void) and not is_number(value)
 
 
 def has_hidden_state(value: Any) -> bool:

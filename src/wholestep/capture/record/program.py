@@ -43,10 +43,11 @@ class Program:
         self._put_back = [save_generator(generator) for generator in self.generators]
         try:
             return self._run(call)
-        except (Broken, ArithmeticError, TypeError, ValueError) as error:
+        except BaseException as error:
             self.undo_draws()
-            if isinstance(error, Broken):
+            if isinstance(error, Broken) or not isinstance(error, Exception):
                 raise
+            # The step itself may handle it, as only its own code can tell.
             raise Broken(f"{type(error).__name__}: {error}") from error
 
     def undo_draws(self) -> None:

@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from torch import nn
 
+from wholestep.capture.record import standins, tensors
 from wholestep.capture.record.places import ABSENT, CONTAINERS, Place, Step, has_hidden_state, take
 
 if TYPE_CHECKING:
@@ -26,6 +27,11 @@ def read_attribute(recorder: Recorder, owner: Any, name: str) -> None:
     if isinstance(owner, type):
         read_from_class(recorder, owner, name)
         return
+    if isinstance(owner, torch.Tensor):
+        tensors.read_attribute(recorder, owner, name)
+        return
+    if name == "__class__" and standins.is_number(owner):
+        recorder.refuse("reads __class__ of a size or learning rate", "Use isinstance() or type()")
     place = recorder.place_of(owner)
     if isinstance(_class_member(type(owner), "__getattribute__"), FunctionType):
         recorder.follow_operators(owner)  # which will say what it reads
@@ -141,6 +147,7 @@ def _is_data_descriptor(member: Any) -> bool:
 def write_attribute(recorder: Recorder, owner: Any, name: str) -> None:
     """`owner.name` is going to be set or deleted."""
     if isinstance(owner, torch.Tensor):
+        tensors.write_attribute(recorder, owner, name)
         return
     if isinstance(owner, ModuleType):
         recorder.root(vars(owner), owner.__name__)
@@ -174,19 +181,14 @@ def read_subscript(recorder: Recorder, owner: Any, key: Any) -> None:
     if recorder.place_of(owner) is None:
         return
     if isinstance(owner, dict):
+        tensors.looked_up(recorder, owner, key)
         recorder.identify(key)
         recorder.read_item(owner, key)
         if hasattr(type(owner), "__missing__"):  # looking may write
             recorder.follow_all(getattr(owner, "default_factory", None))
             recorder.about_to_change(owner)
     elif isinstance(owner, (list, tuple, collections.deque)) and type(key) is int:
-        size = len(owner)
-        if -size <= key < size:
-            if key < 0:
-                recorder.length(owner)
-            recorder.read_item(owner, key if key >= 0 else size + key)
-        else:
-            recorder.length(owner)
+        recorder.read_position(owner, key)
     elif isinstance(owner, CONTAINERS):
         recorder.read_all(owner)
     elif isinstance(owner, np.ndarray):
@@ -199,6 +201,8 @@ def write_item(recorder: Recorder, owner: Any, operation: str, *args: Any) -> No
     """An item of an owner is going to be set or deleted."""
     recorder.follow_operators(owner)
     if isinstance(owner, dict):
+        if recorder.place_of(owner) is not None:
+            tensors.looked_up(recorder, owner, args[0])
         if operation == "__delitem__":
             recorder.read_presence(owner, args[0])
         recorder.wrote(owner, args[0])

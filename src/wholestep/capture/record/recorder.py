@@ -48,6 +48,7 @@ from wholestep.capture.record.places import (
     take,
 )
 from wholestep.capture.record.state import Kept, Operation
+from wholestep.capture.record.tensors import Twins
 from wholestep.errors import CaptureError
 
 _DEEPEST = 8
@@ -109,6 +110,8 @@ class Recorder:
         """Arrays that were drawn, and their names in the ledger."""
         self.drawn_tensors: dict[int, tuple[Any, str, Callable[[Any], Any]]] = {}
         """Tensors made of such arrays: the name of the array, and how they are made."""
+        self.twins = Twins()
+        self._rates: dict[int, tuple[Any, tuple[Any, ...], type]] = {}
         self._caches: dict[int, Any] = {}
         """Caches of functions that were empty before the trace."""
         self._read_deep: set[int] = set()
@@ -177,6 +180,7 @@ class Recorder:
         above = self._places.get(id(owner))
         if above is None or _torch.is_traced(value) or self._is_managed(owner, step, key, value):
             return None
+        key = self.twins.plain_key(key)
         known = above.children.get((step, _hashable(key)))
         if known is not None:
             if known.expectation is Expectation.PRESENT and not only_presence:
@@ -242,7 +246,8 @@ class Recorder:
         elif isinstance(owner, (set, frozenset)):
             self.note(owner, Step.KEYS, None, tuple(content))
         else:
-            self.note(owner, Step.LENGTH, None, len(content))
+            length = self.note(owner, Step.LENGTH, None, len(content))
+            settled(None if length is None else length.value)  # it may be a number that was asked for before
             for index, value in enumerate(list(content)):
                 self.note(owner, Step.ITEM, index, value)
 
@@ -300,6 +305,16 @@ class Recorder:
             return noted.value + (len(owner) - before) if len(owner) != before else noted.value
         self.note(owner, Step.LENGTH, None, before)
         return len(owner)
+
+    def read_position(self, owner: Any, index: int) -> None:
+        """`owner[index]` of a sequence; from its end, that is another item when it has another length."""
+        kept, size = self.kept.get(id(owner)), len(owner)
+        if kept is not None and index < 0 and -index <= kept.num_appended:
+            return
+        if index < 0 or index >= size:
+            settled(self.length(owner))
+        if -size <= index < size:
+            self.read_item(owner, index % size)
 
     def read_presence(self, owner: dict[Any, Any], key: Any) -> None:
         """`key in owner`."""
@@ -410,6 +425,8 @@ class Recorder:
             self._give(given, Step.ATTRIBUTE, name, getattr(given, name))
 
     def _give(self, owner: Any, step: Step, key: Any, value: Any) -> None:
+        if isinstance(value, torch.Tensor) and (twin := self.twins.of(value)) is not None:
+            twin.given = (owner, step, key)
         if isinstance(value, torch.Tensor) or is_plain(value) or type(value) is Number:
             return
         place = self.note(owner, step, key, value)
@@ -456,6 +473,18 @@ class Recorder:
     def argument(self, path: tuple[Any, ...], value: Any) -> Any:
         """A plain argument: a `Number` if it has changed before."""
         return self.ledger.leaf(value, path) if path in self._numbers and type(value) in (int, float) else value
+
+    def add_rate(self, symbol: Any, path: tuple[Any, ...], kind: type) -> None:
+        """A learning rate, which is a symbol while the step is traced: where it stands, and its type there."""
+        self._rates[id(symbol)] = symbol, path, kind
+
+    def type_of_rate(self, symbol: Any) -> type | None:
+        """The type of a learning rate, which is then expected to stay; None for other values."""
+        if id(symbol) not in self._rates:
+            return None
+        _, path, kind = self._rates[id(symbol)]
+        self.ledger.assume(f"type(find({self.ledger.constant(path)}, call)) is {self.ledger.constant(kind)}")
+        return kind
 
     # Generators and modules
 
@@ -582,6 +611,7 @@ class Recorder:
         is_new = self.followers.follow(function)
         if is_new:
             self.root(function)
+            self.read_defaults(function)
             for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
                 self.root(cell, name)
         return is_new is not None

@@ -49,6 +49,12 @@ class Kept:
         """Whether the noted operations change a list's length by the same number, however long it is."""
         return all(name in _STEADY for name, _ in self.operations)
 
+    @property
+    def num_appended(self) -> int:
+        """How many items at the end of a list are the step's own, however long it was."""
+        is_longer = all(name in ("append", "extend", "__setitem__") for name, _ in self.operations)
+        return len(self.owner) - len(self.before) if isinstance(self.owner, list) and is_longer else 0
+
     def restore(self) -> None:
         """Put the owner back as it was."""
         owner, before = self.owner, self.before

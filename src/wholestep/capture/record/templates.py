@@ -21,6 +21,7 @@ import torch
 from wholestep import _torch
 from wholestep.capture.record.numbers import Number, name_of
 from wholestep.capture.record.places import ABSENT, Expectation, Place, Step, find, is_open, is_plain, slot_names, take
+from wholestep.capture.record.standins import is_stand_in
 from wholestep.capture.record.state import dict_kind
 from wholestep.errors import CaptureError
 
@@ -46,6 +47,10 @@ class Template:
 
     def fill(self, filling: Filling) -> Any:
         raise NotImplementedError
+
+
+Items = tuple[tuple[Template, Template], ...]
+"""Keys of a dict, or positions in a sequence, and what stands there."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,7 +125,7 @@ class Built(Template):
 
     number: int
     make: Callable[[], Any]
-    items: tuple[tuple[Any, Template], ...] | None
+    items: Items | None
     attributes: tuple[tuple[str, Template], ...]
 
     def fill(self, filling: Filling) -> Any:
@@ -158,13 +163,13 @@ class Again(Template):
         return filling.made[self.number]
 
 
-def _put_items(built: Any, items: tuple[tuple[Any, Template], ...] | None, filling: Filling) -> None:
+def _put_items(built: Any, items: Items | None, filling: Filling) -> None:
     if items is None:
         return
     if isinstance(built, dict):
         kind = dict_kind(built)
         for key, template in items:
-            kind.__setitem__(built, key, template.fill(filling))
+            kind.__setitem__(built, key.fill(filling), template.fill(filling))
     elif isinstance(built, set):
         set.update(built, [template.fill(filling) for _, template in items])  # pyright: ignore[reportUnknownMemberType]
     else:
@@ -198,6 +203,15 @@ class Templates:
 
     def of(self, value: Any, what: str) -> Template:
         """The template of a value; raises `CaptureError` if it cannot be made again. `what` says whose it is."""
+        template = self._of(value, what)
+        if isinstance(template, Constant) and is_stand_in(_behind(template.value)):
+            raise CaptureError(
+                f"{what} something that stands in for a value while it is traced ({type(value).__name__})",
+                advice="Make it outside the step",
+            )
+        return template
+
+    def _of(self, value: Any, what: str) -> Template:
         if type(value) is Number:
             self.numbers.add(name_of(value))
             return Numeric(name_of(value))
@@ -226,8 +240,10 @@ class Templates:
             return Constant(value) if place is None else Existing(place.path)
         if isinstance(value, torch.Tensor) and (base := self._base_of(value)) is not None:
             geometry = (*value.shape, *value.stride(), value.storage_offset())
-            if all(type(number) is int for number in geometry):
+            if all(type(number) is int for number in geometry) and not _torch.given_attributes(value):
                 return ViewOfSlot(base, tuple(value.shape), value.stride(), int(value.storage_offset()))
+        if isinstance(value, torch.Tensor):
+            refuse_attributes(value)
         return Computed(self._computed(value))
 
     def _built(self, value: Any, what: str) -> Template:
@@ -249,10 +265,9 @@ class Templates:
             return self._opaque(value, what)
         items = None
         if isinstance(value, dict):
-            items = tuple((key, self.of(item, what)) for key, item in value.items())
-            self._refuse_keys(items, what)
+            items = tuple((self.of(key, what), self.of(item, what)) for key, item in value.items())
         elif isinstance(value, (list, set, collections.deque)):
-            items = tuple((index, self.of(item, what)) for index, item in enumerate(value))
+            items = tuple((Constant(index), self.of(item, what)) for index, item in enumerate(value))
         attributes = [(name, item) for name, item in getattr(value, "__dict__", {}).items()]
         attributes += [
             (name, item)
@@ -276,10 +291,19 @@ class Templates:
             advice="Make it outside the step",
         )
 
-    def _refuse_keys(self, items: tuple[tuple[Any, Any], ...], what: str) -> None:
-        for key, _ in items:
-            if not is_plain(key) and self._place_of(key) is None:
-                raise CaptureError(f"{what} a dict whose keys the step has computed", advice="Use names as keys")
+
+def refuse_attributes(tensor: torch.Tensor) -> None:
+    """A tensor that the step has computed outlives it: it would be another one, without what the step gave to it."""
+    for name in _torch.given_attributes(tensor):
+        raise CaptureError(
+            f"the step gives an attribute '{name}' to a tensor that it has computed",
+            advice="Return it beside the tensor, or keep it in an object of its own",
+        )
+
+
+def _behind(value: Any) -> Any:
+    """What a method of C code is bound to; other values as they are."""
+    return value.__self__ if isinstance(value, types.BuiltinFunctionType) else value
 
 
 def _from_parts(kind: type, *parts: Any) -> Any:

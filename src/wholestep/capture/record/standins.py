@@ -1,0 +1,41 @@
+"""What stands in for the user's values while a step is traced, and what it is taken for: nobody is to notice it."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from wholestep import _torch
+from wholestep.capture.record.numbers import Number, value_of
+
+if TYPE_CHECKING:
+    from wholestep.capture.record.recorder import Recorder
+
+# Sizes, step counts and learning rates are symbols.
+_KINDS: dict[type, type] = {torch.SymInt: int, torch.SymFloat: float, torch.SymBool: bool}
+
+
+def is_number(value: Any) -> bool:
+    """Whether a value stands in for a number of Python."""
+    return type(value) is Number or type(value) in _KINDS
+
+
+def is_stand_in(value: Any) -> bool:
+    """Whether a value is one of the trace's own: none may be left in a user's object."""
+    return is_number(value) or _torch.is_traced(value)
+
+
+def type_of(recorder: Recorder, value: Any) -> type:
+    """`type(value)` as it would be in eager."""
+    if type(value) is Number:
+        return type(value_of(value))
+    if _torch.is_traced(value):
+        return nn.Parameter if isinstance(value, nn.Parameter) else torch.Tensor
+    return recorder.type_of_rate(value) or _KINDS.get(type(value), type(value))
+
+
+def is_instance(recorder: Recorder, value: Any, kinds: Any) -> bool:
+    """`isinstance(value, kinds)` for a number as it would be in eager."""
+    return isinstance(value_of(value) if type(value) is Number else type_of(recorder, value)(), kinds)

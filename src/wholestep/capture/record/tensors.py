@@ -1,0 +1,154 @@
+"""Tensors as Python objects: attributes that users give them (`p.no_decay = True`), and which one a tensor is.
+
+Models, optimizers and arguments hand traced twins to the step. A twin shows the attributes of the tensor that it stands
+for; what is read from it is expected of that tensor, and what is written is written there. Where Python compares or
+looks up objects, a twin would not be found among real tensors that a user has kept: such a step is refused.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from wholestep import _torch
+from wholestep.capture.record.numbers import settled_key
+from wholestep.capture.record.places import Expectation, Place, Step
+from wholestep.graph import SlotKind
+
+if TYPE_CHECKING:
+    from wholestep.capture.record.recorder import Recorder
+
+_FIXED = (SlotKind.PARAM, SlotKind.CONSTANT)
+"""What is the same tensor at every call."""
+
+
+@dataclass
+class Twin:
+    """What a traced tensor stands for; `given` is where among the arguments: their container, step and key."""
+
+    twin: torch.Tensor
+    real: torch.Tensor
+    kind: SlotKind
+    name: str
+    given: tuple[Any, Step, Any] | None = None
+
+
+class Twins:
+    """All traced tensors of a trace that stand for real ones."""
+
+    def __init__(self) -> None:
+        self._by_id: dict[int, Twin] = {}
+        self._by_real: dict[int, Twin] = {}
+
+    def add(self, real: torch.Tensor, twin: torch.Tensor, kind: SlotKind, name: str) -> None:
+        self._by_id[id(twin)] = self._by_real[id(real)] = Twin(twin, real, kind, name)
+
+    def of(self, tensor: Any) -> Twin | None:
+        """What a tensor stands for; None for a real one, or one that the step has computed."""
+        return self._by_id.get(id(tensor))
+
+    def pair(self, tensor: torch.Tensor) -> Twin | None:
+        """A tensor and its twin, whichever of them is given."""
+        return self._by_id.get(id(tensor)) or self._by_real.get(id(tensor))
+
+    def show_attributes(self) -> None:
+        """Let each twin have the attributes that the user has given to its tensor."""
+        for twin in self._by_id.values():
+            for name, value in _torch.given_attributes(twin.real).items():
+                vars(twin.twin).setdefault(name, value)
+
+    def plain_key(self, key: Any) -> Any:
+        """A key of a dict as it is outside the trace."""
+        known = self.of(key)
+        return settled_key(key) if known is None else known.real
+
+
+def read_attribute(recorder: Recorder, tensor: torch.Tensor, name: str) -> None:
+    """`tensor.name`: torch's own attributes are the graph's business, others are read from the user's tensor."""
+    if name in ("__dict__", "__class__") and _torch.is_traced(tensor):
+        recorder.refuse(f"reads {name} of a tensor", "Use getattr(), isinstance() or type()")
+    namespace = None if _is_torchs(tensor, name) else _namespace(recorder, tensor, name)
+    if namespace is not None:
+        recorder.read_item(namespace, name)
+
+
+def write_attribute(recorder: Recorder, tensor: torch.Tensor, name: str) -> None:
+    """`tensor.name` is going to be set or deleted."""
+    namespace = None if _is_torchs(tensor, name) else _namespace(recorder, tensor, name)
+    if namespace is not None:
+        recorder.wrote(namespace, name)
+
+
+def _is_torchs(tensor: torch.Tensor, name: str) -> bool:
+    return name not in vars(tensor) and hasattr(nn.Parameter, name)
+
+
+def _namespace(recorder: Recorder, tensor: torch.Tensor, name: str) -> dict[str, Any] | None:
+    """The attributes of a tensor that was there before the step, as a place; None for the step's own tensors."""
+    is_traced = _torch.is_traced(tensor)
+    known = recorder.twins.pair(tensor)
+    if is_traced and (known is None or name in _torch.INTERNAL_ATTRIBUTES):
+        return None
+    if known is None:
+        recorder.root(tensor)
+        return recorder.namespace_of(tensor)
+    if recorder.place_of(known.real) is None:
+        _find_place(recorder, known, name)
+    if id(vars(known.real if is_traced else known.twin)) in recorder.kept:
+        recorder.refuse(
+            f"uses attribute '{name}' of '{known.name}' that a hook has set, or the other way round",
+            "Keep it in an object of its own",
+        )
+    place = recorder.place_of(recorder.namespace_of(known.real))
+    assert place is not None
+    recorder.stands_at(vars(tensor), place)
+    return vars(tensor)
+
+
+def _find_place(recorder: Recorder, twin: Twin, name: str) -> None:
+    if twin.kind in _FIXED:
+        recorder.root(twin.real, twin.name)
+    elif twin.given is not None:
+        container, step, key = twin.given
+        above = recorder.place_of(container)
+        assert above is not None
+        place = Place(above, step, key, twin.real, Expectation.TENSOR, is_given=True)
+        above.children[step, key] = place
+        recorder.stands_at(twin.real, place)
+    else:
+        recorder.refuse(
+            f"uses attribute '{name}' of '{twin.name}', a {twin.kind.value} that may be another tensor next time",
+            "Keep it in the module, or in an object of its own",
+        )
+
+
+# Which tensor it is
+
+
+def same_object(recorder: Recorder, left: Any, right: Any) -> None:
+    """`left is right`."""
+    for tensor, other in ((left, right), (right, left)):
+        known = recorder.twins.of(tensor)
+        if known is not None and known.real is other:
+            recorder.refuse(
+                f"asks whether '{known.name}' is a tensor that was found elsewhere", "Compare names, or their id()"
+            )
+
+
+def looked_up(recorder: Recorder, owner: Any, key: Any) -> None:
+    """A key is looked for in a container from outside."""
+    known = recorder.twins.of(key)
+    if known is None:
+        return
+    is_hashed = isinstance(owner, (dict, set, frozenset))
+    if (known.real in owner) if is_hashed else any(item is known.real for item in owner):
+        recorder.refuse(f"looks for '{known.name}' in a {type(owner).__name__}", "Use names or id() as keys")
+
+
+def id_of(recorder: Recorder, tensor: Any) -> Any:
+    """What `id` and `hash` are to be asked of."""
+    known = recorder.twins.of(tensor)
+    return tensor if known is None or known.kind not in _FIXED else known.real
