@@ -124,6 +124,19 @@ def test_the_class_of_a_learning_rate_is_not_looked_up() -> None:
         Twins(small_world(), step).step()
 
 
+def test_the_class_of_a_learning_rate_is_not_matched() -> None:
+    def step(model: nn.Module, optimizer: Optimizer) -> Tensor:
+        match optimizer.param_groups[0]["lr"]:
+            case float():
+                scale = 2.0
+            case _:
+                scale = 3.0
+        return mse_step(model, optimizer, X, Y) * scale
+
+    with pytest.raises(wholestep.CaptureError, match="matches the class"):
+        Twins(small_world(), step).step()
+
+
 def test_the_type_of_a_size_and_of_tensors() -> None:
     def step(model: nn.Module, optimizer: Optimizer, features: Tensor, targets: Tensor) -> Any:
         loss = mse_step(model, optimizer, features, targets)

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 
 from wholestep import _recording_torch
-from wholestep.capture.record import net, reads, tensors
+from wholestep.capture.record import net, reads, standins, tensors
 from wholestep.capture.record.calls import choose
 from wholestep.capture.record.follow import Followers
 from wholestep.capture.record.instrument import Hooks, Instrumenter
@@ -164,6 +164,8 @@ def _unary(recorder: Recorder, owner: Any) -> None:
 @_hook(1)
 def _match_class(recorder: Recorder, subject: Any, cls: Any, names: tuple[str, ...], num_positional: int) -> None:
     """`case Point(0, y=1)`: the attributes that the pattern asks for."""
+    if standins.is_number(subject) and isinstance(subject, cls) is not standins.is_instance(recorder, subject, cls):
+        recorder.refuse("matches the class of a size or learning rate", "Use isinstance() or type()")
     if not isinstance(subject, torch.Tensor):
         for name in (*getattr(cls, "__match_args__", ())[:num_positional], *names):
             reads.read_attribute(recorder, subject, name)
