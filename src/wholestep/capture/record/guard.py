@@ -241,7 +241,8 @@ class ReadGuard:
             "note": self._note_version,
         }
         objects = [*{id(value): value for value in self._now.values() if _has_changeable_class(value)}.values()]
-        tensors = {id(self._now[place]): self._now[place] for place in self._types if place.step is not Step.CALL}
+        found = [self._now[place] for place in self._types if place.step is not Step.CALL]
+        tensors = {id(value): value for value in found if isinstance(value, torch.Tensor)}
         names |= {"objects": objects, "classes": [*map(type, objects)], "tensors": [*tensors.values()]}
         names["have_types"] = tensor_types(names["tensors"])
         for place, value in self._now.items():
