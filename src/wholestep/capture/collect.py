@@ -59,7 +59,7 @@ def _collect_outputs(session: Session, bindings: dict[str, binding.Binding], ret
 
     def slot_of(value: Any) -> binding.Binding | None:
         lifted = slots.get(id(value))
-        return None if lifted is None else bindings.get(lifted.slot.id) or binding.FixedTensor(lifted.real)
+        return None if lifted is None else bindings.get(lifted.slot.id) or session.where_adopted(lifted.real)
 
     def computed(value: Any) -> int:
         position = next((index for index, other in enumerate(values) if other is value), len(values))
@@ -79,7 +79,8 @@ def _collect_outputs(session: Session, bindings: dict[str, binding.Binding], ret
     recorder = session.recorder
     templates = Templates(recorder.place_of, slot_of, base_of, computed)
     outputs = templates.of(returned, "the step returns")
-    effects = find_effects(recorder.kept.values(), recorder.outputs, recorder.place_of, templates)
+    said = [output.as_said(recorder) for output in recorder.outputs]
+    effects = find_effects(recorder.kept.values(), said, recorder.place_of, templates)
     recorder.needed = templates.numbers
     result = Collected(outputs, effects, [], len(values))
     for value in values:

@@ -272,11 +272,25 @@ class Session:
         self.checkpoint_region = self.num_checkpoint_regions
         self._checkpoint_policy = None if context_fn is None else getattr(context_fn()[0], "policy_fn", None)
         self.num_checkpoint_regions += 1
+        before = self._deeds()
         try:
             yield
         finally:
             self.annotate()
             self.checkpoint_region, self._checkpoint_policy = previous
+        if self._deeds() != before:
+            raise CaptureError(
+                "a region under torch.utils.checkpoint writes to a buffer or to Python objects, draws from Python or "
+                "prints: eager does so once more in the backward",
+                location=source.current_location(),
+                advice="Keep batch norms, counters and prints out of checkpointed regions, or pass memory_budget "
+                "instead of checkpointing by hand",
+            )
+
+    def _deeds(self) -> tuple[Any, ...]:
+        """What a region does besides computing: it would be done again when it is computed again."""
+        buffers = [entry.twin for entry in self.lifted.values() if entry.slot.kind is SlotKind.BUFFER]
+        return self.recorder.num_deeds, len(self.recorder.outputs), [self.node_of(twin) for twin in buffers]
 
     def _note_checkpoint(self, node: fx.Node) -> None:
         """Which region a node is in, and whether the region's policy saves it: `must_save`, `prefer_recompute`, ..."""

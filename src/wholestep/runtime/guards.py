@@ -174,6 +174,7 @@ _SWITCHES: dict[str, Callable[[], Any]] = {
     "torch.get_default_device()": lambda: torch.get_default_device() if _recording_torch.num_function_modes() else None,
     "torch.is_grad_enabled()": torch.is_grad_enabled,
     "torch.is_inference_mode_enabled()": torch.is_inference_mode_enabled,
+    "torch.is_anomaly_enabled()": torch.is_anomaly_enabled,
     "autocast on cpu": lambda: torch.is_autocast_enabled("cpu") and torch.get_autocast_dtype("cpu"),
     "autocast on cuda": lambda: torch.is_autocast_enabled("cuda") and torch.get_autocast_dtype("cuda"),
     "torch.are_deterministic_algorithms_enabled()": torch.are_deterministic_algorithms_enabled,

@@ -101,7 +101,6 @@ class Specialization:
                 for parameter in self.capture.any_incoming_grad:
                     parameter.grad = None
             outputs = self.rotation.run(call.leaves, is_last=is_last, number=number)
-        self.capture.recording.current.call = None
         for optimizer in self.capture.stepped:
             _torch.mark_stepped(optimizer)
         self.num_runs += 1
@@ -110,6 +109,7 @@ class Specialization:
         result = self.capture.outputs.fill(filling)
         if recording.effects:
             recording.effects.perform(filling)
+        recording.current.call = None
         return result
 
     def _install_initial_state(self) -> None:

@@ -25,7 +25,7 @@ import torch
 from wholestep import _recording_torch
 from wholestep.capture import source
 from wholestep.capture.record import numbers
-from wholestep.capture.record.places import is_plain
+from wholestep.capture.record.places import CONTAINERS, is_plain
 from wholestep.errors import CaptureError
 
 if TYPE_CHECKING:
@@ -44,6 +44,28 @@ class Output:
     function: Callable[..., Any]
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
+    then: tuple[tuple[Any, ...], dict[str, Any]] | None = None
+    """The arguments as they were then, where containers among them are copies."""
+
+    def as_said(self, recorder: Recorder) -> Output:
+        """The same with what was said then, where the step has changed it afterwards."""
+        owners = [value for value in (*self.args, *self.kwargs.values()) if has_changed(recorder, value)]
+        if not owners or self.then is None:
+            return self
+        for owner in owners:
+            recorder.read_deep(owner)
+            if not isinstance(owner, CONTAINERS):
+                recorder.refuse(f"changes a {type(owner).__name__} after it was printed", "Print it behind the step")
+        return Output(self.function, *self.then)
+
+
+def has_changed(recorder: Recorder, owner: Any) -> bool:
+    """Whether the step has written to an owner, or to what it holds."""
+    parts = [owner, recorder.namespace_of(owner) if recorder.place_of(owner) is not None else None]
+    if any(part is not None and id(part) in recorder.kept and recorder.kept[id(part)].has_changed() for part in parts):
+        return True
+    items = owner.values() if isinstance(owner, dict) else owner if isinstance(owner, CONTAINERS) else ()
+    return any(has_changed(recorder, item) for item in items if not is_plain(item))
 
 
 # Draws
@@ -81,6 +103,8 @@ def _draw(recorder: Recorder, function: Any, args: tuple[Any, ...], kwargs: dict
             recorder.read_deep(value)
             recorder.might_change(value)
         return functools.partial(_call_settled, function)
+    if isinstance(owner, random.SystemRandom):
+        recorder.refuse("draws from the operating system (random.SystemRandom)", _ADVICE)
     if recorder.place_of(owner) is None and owner not in _GLOBAL_GENERATORS:
         recorder.refuse(f"draws from a {type(owner).__name__} that it has made", _ADVICE)
     name = f"{type(function.__self__).__name__}.{function.__name__}()"
@@ -109,6 +133,7 @@ def _is_repeatable(value: Any) -> bool:
 
 def _drawn(recorder: Recorder, function: Any, *args: Any, **kwargs: Any) -> Any:
     recorder.keep_generator(function.__self__)
+    recorder.num_deeds += 1
     ledger = recorder.ledger
     result = function(*map(numbers.value_of, args), **{key: numbers.value_of(value) for key, value in kwargs.items()})
     texts = [_text(ledger, value) for value in args] + [
@@ -170,7 +195,7 @@ def _keep_output(recorder: Recorder, function: Any, *args: Any, **kwargs: Any) -
                 location=source.current_location(),
                 advice=source.VALUE_ADVICE,
             )
-    recorder.outputs.append(Output(function, _as_it_is(args), _as_it_is(kwargs)))
+    recorder.outputs.append(Output(function, args, kwargs, _as_it_is((args, kwargs))))
 
 
 def _as_it_is(value: Any) -> Any:
@@ -200,7 +225,8 @@ def _log(recorder: Recorder, method: Any, args: tuple[Any, ...], kwargs: dict[st
     def keep(*args: Any, **kwargs: Any) -> None:
         level, *rest = args if name == "log" else (levels[name], *args)
         said = functools.partial(_log_again, logger, location)
-        recorder.outputs.append(Output(said, _as_it_is((level, *rest)), kwargs))
+        said_args = (level, *rest)
+        recorder.outputs.append(Output(said, said_args, kwargs, _as_it_is((said_args, kwargs))))
 
     return keep
 

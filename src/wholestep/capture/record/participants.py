@@ -8,6 +8,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from wholestep import _recording_torch
 from wholestep.capture.record.places import Expectation, Place, Step, is_plain
 
 if TYPE_CHECKING:
@@ -54,6 +55,8 @@ def add_optimizer(recorder: Recorder, optimizer: Optimizer, label: str) -> None:
         own = vars(optimizer)
         recorder.manage(own, {key: value for key, value in own.items() if not is_managed_item(key)})
     recorder.about_to_change(recorder.namespace_of(optimizer))
+    for hook in _recording_torch.hooks_of(optimizer):
+        recorder.add_hook(hook)
 
 
 def is_managed_item(key: Any) -> bool:

@@ -115,6 +115,8 @@ class Recorder:
         self._caches: dict[int, Any] = {}
         """Caches of functions that were empty before the trace."""
         self._read_deep: set[int] = set()
+        self.num_deeds = 0
+        """How often the step has written or drawn something until now."""
         self.own_generators: dict[int, Any] = {}
         """Generators of random numbers that the step has made itself."""
 
@@ -577,6 +579,7 @@ class Recorder:
             kept = self.kept[id(owner)] = Kept.of(owner)
             self._places[id(owner)].is_written = True
         if operation:
+            self.num_deeds += 1
             name, *args = operation
             noted: Operation = (name, tuple(args))
             kept.operations.append(noted)
@@ -585,6 +588,7 @@ class Recorder:
         """Like `about_to_change`, for an owner whose parts have keys or names; a cell has one part."""
         self.about_to_change(owner)
         if id(owner) in self.kept:
+            self.num_deeds += 1
             self.kept[id(owner)].keys.add(key)
 
     def cleared(self, owner: dict[Any, Any]) -> None:
