@@ -7,6 +7,7 @@ Seen in torch 2.13.
 from __future__ import annotations
 
 import contextlib
+import functools
 import gc
 import sys
 from collections.abc import Callable, Generator
@@ -143,6 +144,37 @@ num_function_modes: Callable[[], int] = torch._C._len_torch_function_stack
 
 # A number that changes with every write to a dict.
 dict_version: Callable[[dict[Any, Any]], int] = _guards.dict_version
+
+
+def tensor_hooks(tensor: torch.Tensor) -> list[Callable[..., Any]]:
+    """Hooks that run when a leaf's gradient is computed or accumulated."""
+    return [*_gradient_hooks(tensor), *_accumulated_hooks(tensor)]
+
+
+def _gradient_hooks(tensor: torch.Tensor) -> list[Callable[..., Any]]:
+    return list((tensor._backward_hooks or {}).values())
+
+
+def _accumulated_hooks(tensor: torch.Tensor) -> list[Callable[..., Any]]:
+    return list((getattr(tensor, "_post_accumulate_grad_hooks", None) or {}).values())
+
+
+def carry_hooks(
+    real: torch.Tensor,
+    twin: torch.Tensor,
+    inside: Callable[[], contextlib.AbstractContextManager[Any]],
+    tell: Callable[[Any], Any],
+) -> None:
+    """Give a traced leaf what `tell` makes of the hooks of the real one; each runs inside `inside()`."""
+
+    def call(hook: Callable[..., Any], value: Any) -> Any:
+        with inside():
+            return hook(value)
+
+    for hook in map(tell, _gradient_hooks(real)):
+        twin.register_hook(functools.partial(call, hook))
+    for hook in map(tell, _accumulated_hooks(real)):
+        twin.register_post_accumulate_grad_hook(lambda _, hook=hook: call(hook, real))
 
 
 def tensor_types(tensors: list[torch.Tensor]) -> Callable[..., bool]:

@@ -434,37 +434,6 @@ def own_buffers(module: torch.nn.Module) -> dict[str, torch.Tensor | None]:
     return module._buffers
 
 
-def tensor_hooks(tensor: torch.Tensor) -> list[Callable[..., Any]]:
-    """Hooks that run when a leaf's gradient is computed or accumulated."""
-    return [*_gradient_hooks(tensor), *_accumulated_hooks(tensor)]
-
-
-def _gradient_hooks(tensor: torch.Tensor) -> list[Callable[..., Any]]:
-    return list((tensor._backward_hooks or {}).values())
-
-
-def _accumulated_hooks(tensor: torch.Tensor) -> list[Callable[..., Any]]:
-    return list((getattr(tensor, "_post_accumulate_grad_hooks", None) or {}).values())
-
-
-def carry_hooks(
-    real: torch.Tensor,
-    twin: torch.Tensor,
-    inside: Callable[[], contextlib.AbstractContextManager[Any]],
-    tell: Callable[[Any], Any],
-) -> None:
-    """Give a traced leaf what `tell` makes of the hooks of the real one; each runs inside `inside()`."""
-
-    def call(hook: Callable[..., Any], value: Any) -> Any:
-        with inside():
-            return hook(value)
-
-    for hook in map(tell, _gradient_hooks(real)):
-        twin.register_hook(functools.partial(call, hook))
-    for hook in map(tell, _accumulated_hooks(real)):
-        twin.register_post_accumulate_grad_hook(lambda _, hook=hook: call(hook, real))
-
-
 def mark_stepped(optimizer: Optimizer) -> None:
     """Tell learning rate schedulers that the optimizer has stepped; they warn of a wrong order otherwise."""
     optimizer._opt_called = True  # pyright: ignore[reportAttributeAccessIssue]

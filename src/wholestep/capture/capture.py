@@ -306,7 +306,7 @@ def _introduce(call: _Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> No
         participants.add_optimizer(recorder, optimizer, name)
     for lifted in call.session.lifted.values():
         if isinstance(lifted.real, torch.Tensor):
-            for hook in _torch.tensor_hooks(lifted.real):
+            for hook in _recording_torch.tensor_hooks(lifted.real):
                 recorder.add_hook(hook)
     for hook in _recording_torch.global_hooks():
         recorder.add_hook(hook)

@@ -19,7 +19,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from wholestep import _torch
+from wholestep import _recording_torch
 from wholestep.capture import tree
 from wholestep.capture.record.numbers import value_of
 from wholestep.capture.wrapped_optimizers import inner_optimizers
@@ -308,7 +308,7 @@ def _attributes(name: str, owner: Any, names: set[str], depth: int = 3) -> Itera
 def _hook_variables(module: nn.Module) -> Iterator[tuple[str, Place]]:
     """What hooks on parameters hold on to: the optimizers of a step that updates inside the backward."""
     for name, parameter in module.named_parameters():
-        for hook in _torch.tensor_hooks(parameter):
+        for hook in _recording_torch.tensor_hooks(parameter):
             yield from ((f"{name} hook {key}", place) for key, place in _free_variables(hook, set(), 2))
 
 

@@ -190,7 +190,8 @@ def interposed(session: Session, module_names: dict[int, str]) -> Generator[None
             stack.callback(handle.remove)
         for lifted in session.lifted.values():
             if isinstance(lifted.real, torch.Tensor) and lifted.real.requires_grad:
-                _torch.carry_hooks(lifted.real, lifted.twin, lambda: Interposer(session), session.recorder.told)
+                tell = session.recorder.told
+                _recording_torch.carry_hooks(lifted.real, lifted.twin, lambda: Interposer(session), tell)
         stack.enter_context(Interposer(session))
         yield
 

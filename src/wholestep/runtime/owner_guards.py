@@ -255,7 +255,7 @@ def _parameters_guard(capture: Capture) -> OwnerCheck:
     parameters = {id(p): p for own in dicts for p in own.values() if p is not None}
     own = _Items(dicts)
     types = _Types("a parameter", [*parameters.values()])
-    hooks = _Hooks(parameters.values(), _torch.tensor_hooks)
+    hooks = _Hooks(parameters.values(), _recording_torch.tensor_hooks)
 
     def check(_: object) -> str | None:
         if not hooks.as_before():

@@ -29,7 +29,7 @@ import torch
 from torch import nn
 
 from wholestep import _recording_torch
-from wholestep.capture.record import numbers, outside, standins, tensors
+from wholestep.capture.record import containers, numbers, outside, standins, tensors
 from wholestep.capture.record.places import CONTAINERS, Step, is_plain
 
 if TYPE_CHECKING:
@@ -258,7 +258,8 @@ def _builtin(recorder: Recorder, function: Any, args: tuple[Any, ...], kwargs: d
     if handler is not None:
         return handler(recorder, function, args, kwargs)
     if isinstance(owner, CONTAINERS) and not isinstance(owner, type):
-        _container_method(recorder, owner, function.__name__, args, kwargs)
+        _give(recorder, args, kwargs)
+        containers.call_method(recorder, owner, function.__name__, args, kwargs)
         return function
     if isinstance(owner, type):
         recorder.follow_class(owner)
@@ -370,115 +371,6 @@ def _with_symbols(recorder: Recorder, function: Any, *args: Any, **kwargs: Any) 
     named = {key: exchange(arg) if type(arg) is numbers.Number else arg for key, arg in kwargs.items()}
     with recorder.symbolic([*args, *kwargs.values()]):
         return function(*given, **named)
-
-
-# Containers
-
-_READERS = frozenset(
-    [
-        "keys",
-        "values",
-        "items",
-        "get",
-        "copy",
-        "index",
-        "count",
-        "__iter__",
-        "__len__",
-        "__contains__",
-        "__getitem__",
-        "__eq__",
-        "__ne__",
-        "__lt__",
-        "__le__",
-        "__gt__",
-        "__ge__",
-        "__add__",
-        "__mul__",
-        "__reversed__",
-        "__or__",
-        "union",
-        "intersection",
-        "difference",
-        "symmetric_difference",
-        "issubset",
-        "issuperset",
-        "isdisjoint",
-        "__repr__",
-        "__str__",
-        "__format__",
-        "__hash__",
-        "__sizeof__",
-        "__reduce__",
-        "__reduce_ex__",
-        "__class_getitem__",
-        "_asdict",
-    ]
-)
-
-
-def _container_method(recorder: Recorder, owner: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """A method of a builtin container; one that may write is noted with what it is given."""
-    _give(recorder, args, kwargs)
-    if recorder.place_of(owner) is None:
-        return
-    for arg in args:
-        if isinstance(arg, torch.Tensor) and name not in ("append", "appendleft", "insert"):
-            tensors.looked_up(recorder, owner, arg)
-    if isinstance(owner, dict):
-        _dict_method(recorder, owner, name, args, kwargs)
-    elif name in ("append", "appendleft", "add", "discard"):
-        recorder.about_to_change(owner, name, *args)
-    elif name in ("extend", "extendleft", "update") and all(isinstance(arg, (list, tuple)) for arg in args):
-        recorder.about_to_change(owner, name, *map(tuple, args))
-    elif name in ("insert", "clear", "__setitem__", "__delitem__", "reverse", "rotate"):
-        recorder.about_to_change(owner, name, *args)
-    elif name in ("pop", "popleft") and not isinstance(owner, set):
-        _read_popped(recorder, owner, name, args)
-        recorder.about_to_change(owner, name, *args)
-    else:
-        recorder.read_all(owner)
-        if name not in _READERS:
-            recorder.about_to_change(owner, name, *args)
-
-
-def _read_popped(recorder: Recorder, owner: Any, name: str, args: tuple[Any, ...]) -> None:
-    index = args[0] if args else (0 if name == "popleft" else -1)
-    if type(index) is int:
-        recorder.read_position(owner, index)
-    else:
-        recorder.read_all(owner)
-
-
-def _dict_method(
-    recorder: Recorder, owner: dict[Any, Any], name: str, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> None:
-    if name in ("get", "setdefault", "pop", "__getitem__") and args:
-        recorder.identify(args[0])
-        recorder.read_item(owner, args[0])
-        if name in ("setdefault", "pop"):
-            recorder.about_to_change(owner)
-    elif name == "__contains__":
-        recorder.read_presence(owner, args[0])
-    elif name == "__setitem__":
-        recorder.wrote(owner, args[0])
-    elif name == "__delitem__":
-        recorder.read_presence(owner, args[0])
-        recorder.about_to_change(owner)
-    elif name == "update":
-        recorder.about_to_change(owner)
-        given = dict(*args) if args and isinstance(args[0], (dict, list, tuple)) else {}
-        for key in (*given, *kwargs):
-            recorder.wrote(owner, key)
-    elif name == "clear":
-        recorder.cleared(owner)
-    elif name in ("move_to_end", "popitem"):
-        recorder.read_all(owner)
-        recorder.about_to_change(owner)
-    else:
-        recorder.read_all(owner)
-        if name not in _READERS:
-            recorder.about_to_change(owner)
 
 
 # Builtins with a meaning of their own

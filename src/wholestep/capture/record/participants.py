@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -9,6 +10,8 @@ from torch import nn
 from torch.optim import Optimizer
 
 from wholestep import _recording_torch
+from wholestep.capture import tree
+from wholestep.capture.record.numbers import Number
 from wholestep.capture.record.places import Expectation, Place, Step, is_plain
 
 if TYPE_CHECKING:
@@ -71,3 +74,19 @@ def add_function(recorder: Recorder, function: Any) -> None:
         recorder.root(owner, "self")
     if not is_plain(function):
         recorder.root(function)
+
+
+def give(recorder: Recorder, owner: Any, step: Step, key: Any, value: Any) -> None:
+    """Note an argument and, if it is a container of which the trace has a copy, what it holds."""
+    if isinstance(value, torch.Tensor) and (twin := recorder.twins.of(value)) is not None:
+        twin.given = (owner, step, key)
+    if isinstance(value, torch.Tensor) or is_plain(value) or type(value) is Number:
+        return
+    place = recorder.note(owner, step, key, value)
+    opened = tree.opened(value)
+    if place is None or opened is None or place.is_given:
+        return
+    place.is_given = True
+    inner = Step.ITEM if isinstance(value, (list, tuple, Mapping)) else Step.ATTRIBUTE
+    for name, part in zip(*opened, strict=True):
+        give(recorder, value, inner, name, part)

@@ -12,10 +12,9 @@ notes that `self.cfg` is an object of some class, its `beta` the number 0.5, and
 from __future__ import annotations
 
 import contextlib
-import functools
 import sys
 import threading
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterable
 from contextvars import ContextVar
 from types import CellType, FunctionType, MethodType, SimpleNamespace
 from typing import Any
@@ -25,16 +24,14 @@ import torch
 from torch import nn
 
 from wholestep import _recording_torch, _torch
-from wholestep.capture import source, tree
-from wholestep.capture.record import outside, reads
+from wholestep.capture import source
+from wholestep.capture.record import outside, participants, reads, whole
 from wholestep.capture.record.calls import BUILTINS, choose, told
 from wholestep.capture.record.follow import Followers, functions_in
 from wholestep.capture.record.numbers import Ledger, Number, origins_of, settled
-from wholestep.capture.record.participants import is_managed_item
 from wholestep.capture.record.places import (
     ABSENT,
     ARGUMENTS,
-    CONTAINERS,
     PLAIN_TYPES,
     Expectation,
     Place,
@@ -44,19 +41,13 @@ from wholestep.capture.record.places import (
     find,
     is_plain,
     put,
-    slot_names,
     take,
 )
 from wholestep.capture.record.state import Kept, Operation
 from wholestep.capture.record.tensors import Twins
 from wholestep.errors import CaptureError
 
-_DEEPEST = 8
 _MOST_ITEMS = 20_000
-_OTHER_PARTS: dict[Any, tuple[str, ...]] = {
-    MethodType: ("__func__", "__self__"),
-    functools.partial: ("func", "args", "keywords"),
-}
 _SKIPPED: frozenset[type] = PLAIN_TYPES | {Number, torch.Size}
 
 
@@ -114,7 +105,8 @@ class Recorder:
         self._rates: dict[int, tuple[Any, tuple[Any, ...], type]] = {}
         self._caches: dict[int, Any] = {}
         """Caches of functions that were empty before the trace."""
-        self._read_deep: set[int] = set()
+        self.read_whole: set[int] = set()
+        """Owners of which everything was noted (`whole`)."""
         self.num_deeds = 0
         """How often the step has written or drawn something until now."""
         self.own_generators: dict[int, Any] = {}
@@ -201,7 +193,7 @@ class Recorder:
         noted = self._managed.get(id(owner))
         if noted is None:
             return False
-        if step is not Step.ITEM or is_managed_item(key):
+        if step is not Step.ITEM or participants.is_managed_item(key):
             return True
         return noted.get(key, ABSENT) is not value and not (key in noted and type(value) is Number)
 
@@ -253,36 +245,9 @@ class Recorder:
             for index, value in enumerate(list(content)):
                 self.note(owner, Step.ITEM, index, value)
 
-    def read_deep(self, owner: Any, depth: int = _DEEPEST) -> None:
+    def read_deep(self, owner: Any) -> None:
         """The whole plain state of an owner and of what it holds: somebody reads it whom we cannot follow."""
-        place = self._places.get(id(owner))
-        if place is None or depth == 0 or place.expectation not in (Expectation.OPEN, Expectation.SAME):
-            return
-        if place.expectation is Expectation.SAME and not isinstance(owner, dict):
-            return
-        if id(owner) in self._read_deep:
-            return
-        self._read_deep.add(id(owner))
-        for part in list(self._parts(owner)):
-            self.read_deep(part, depth - 1)
-
-    def _parts(self, owner: Any) -> Iterator[Any]:
-        """What an owner holds; all of it is noted."""
-        if isinstance(owner, CONTAINERS):
-            self.read_all(owner)
-            yield from owner.values() if isinstance(owner, dict) else owner
-        namespace = self.namespace_of(owner)
-        if namespace is not None:
-            self.read_all(namespace)
-            yield from namespace.values()
-        for name in _OTHER_PARTS.get(type(owner), ()):
-            value = take(owner, Step.ATTRIBUTE, name)
-            self.note(owner, Step.ATTRIBUTE, name, value)
-            yield value
-        for name in slot_names(type(owner)):
-            value = take(owner, Step.ATTRIBUTE, name)
-            self.note(owner, Step.ATTRIBUTE, name, value)
-            yield value
+        whole.read(self, owner)
 
     def namespace_of(self, owner: Any) -> dict[str, Any] | None:
         """The dict that holds an object's attributes, as a place of its own; None if it has none."""
@@ -424,21 +389,7 @@ class Recorder:
         self._register(given, Place(None, Step.ITEM, ARGUMENTS, given, Expectation.SAME, is_given=True))
         self.roots.append(self._places[id(given)])
         for name in ("args", "kwargs"):
-            self._give(given, Step.ATTRIBUTE, name, getattr(given, name))
-
-    def _give(self, owner: Any, step: Step, key: Any, value: Any) -> None:
-        if isinstance(value, torch.Tensor) and (twin := self.twins.of(value)) is not None:
-            twin.given = (owner, step, key)
-        if isinstance(value, torch.Tensor) or is_plain(value) or type(value) is Number:
-            return
-        place = self.note(owner, step, key, value)
-        opened = tree.opened(value)
-        if place is None or opened is None or place.is_given:
-            return
-        place.is_given = True
-        inner = Step.ITEM if isinstance(value, (list, tuple, Mapping)) else Step.ATTRIBUTE
-        for name, part in zip(*opened, strict=True):
-            self._give(value, inner, name, part)
+            participants.give(self, given, Step.ATTRIBUTE, name, getattr(given, name))
 
     @contextlib.contextmanager
     def placed_numbers(self) -> Generator[None]:
@@ -555,20 +506,7 @@ class Recorder:
 
     def might_change(self, owner: Any) -> None:
         """Somebody whom we cannot follow is given an owner: keep what it and all it holds were."""
-        place = self._places.get(id(owner))
-        if place is None or id(owner) in self.kept or place.expectation not in (Expectation.OPEN, Expectation.ARRAY):
-            return
-        if isinstance(owner, (tuple, frozenset)):
-            for part in owner:
-                self.might_change(part)
-            return
-        if type(owner) in (MethodType, functools.partial):
-            return
-        namespace = _dict_of(owner)
-        if isinstance(owner, (*CONTAINERS, np.ndarray)) or namespace is None:
-            self.about_to_change(owner)
-        for part in (namespace, *([] if namespace is None else namespace.values())):
-            self.might_change(part)
+        whole.keep(self, owner)
 
     def about_to_change(self, owner: Any, *operation: Any) -> None:
         """The step is going to write to an owner: keep what is there, and note the operation on a sequence or set."""

@@ -1,0 +1,68 @@
+"""Owners that somebody is given whom we cannot follow: all that they hold counts as read, and maybe as written to."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+from types import MethodType
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from wholestep.capture.record.places import CONTAINERS, Expectation, Step, slot_names, take
+
+if TYPE_CHECKING:
+    from wholestep.capture.record.recorder import Recorder
+
+_DEEPEST = 8
+_OTHER_PARTS: dict[Any, tuple[str, ...]] = {
+    MethodType: ("__func__", "__self__"),
+    functools.partial: ("func", "args", "keywords"),
+}
+
+
+def read(recorder: Recorder, owner: Any, depth: int = _DEEPEST) -> None:
+    """Note the plain state of an owner and of what it holds."""
+    place = recorder.place_of(owner)
+    if place is None or depth == 0 or place.expectation not in (Expectation.OPEN, Expectation.SAME):
+        return
+    if place.expectation is Expectation.SAME and not isinstance(owner, dict):
+        return
+    if id(owner) in recorder.read_whole:
+        return
+    recorder.read_whole.add(id(owner))
+    for part in list(_parts(recorder, owner)):
+        read(recorder, part, depth - 1)
+
+
+def _parts(recorder: Recorder, owner: Any) -> Iterator[Any]:
+    """What an owner holds; all of it is noted."""
+    if isinstance(owner, CONTAINERS):
+        recorder.read_all(owner)
+        yield from owner.values() if isinstance(owner, dict) else owner
+    namespace = recorder.namespace_of(owner)
+    if namespace is not None:
+        recorder.read_all(namespace)
+        yield from namespace.values()
+    for name in (*_OTHER_PARTS.get(type(owner), ()), *slot_names(type(owner))):
+        value = take(owner, Step.ATTRIBUTE, name)
+        recorder.note(owner, Step.ATTRIBUTE, name, value)
+        yield value
+
+
+def keep(recorder: Recorder, owner: Any) -> None:
+    """Keep what an owner and all it holds were."""
+    place = recorder.place_of(owner)
+    if place is None or id(owner) in recorder.kept or place.expectation not in (Expectation.OPEN, Expectation.ARRAY):
+        return
+    if isinstance(owner, (tuple, frozenset)):
+        for part in owner:
+            keep(recorder, part)
+        return
+    if type(owner) in (MethodType, functools.partial):
+        return
+    namespace = recorder.namespace_of(owner)
+    if isinstance(owner, (*CONTAINERS, np.ndarray)) or namespace is None:
+        recorder.about_to_change(owner)
+    for part in (namespace, *([] if namespace is None else namespace.values())):
+        keep(recorder, part)
