@@ -122,6 +122,8 @@ def choose(recorder: Recorder, function: Any, args: tuple[Any, ...], kwargs: dic
         return _class(recorder, function, args, kwargs)
     if kind in _C_CALLABLES or kind is types.BuiltinMethodType:
         return _builtin(recorder, function, args, kwargs)
+    if kind.__hash__ is not None and function in recorder.handlers:
+        return recorder.handlers[function](recorder, function, args, kwargs)
     if kind is functools.partial:
         recorder.read_deep(function)
         for part in (function.func, *function.args, *function.keywords.values()):
