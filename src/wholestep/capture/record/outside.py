@@ -7,11 +7,13 @@ is, with its arguments as templates, and made after the step has run.
 from __future__ import annotations
 
 import collections
+import concurrent.futures
 import datetime
 import functools
 import logging
 import random
 import sys
+import threading
 import types
 import warnings
 from collections.abc import Callable
@@ -308,8 +310,14 @@ def _generator(recorder: Recorder, method: Any, _args: tuple[Any, ...], _kwargs:
     return method
 
 
+def _thread(recorder: Recorder, _function: Any, _args: tuple[Any, ...], _kwargs: dict[str, Any]) -> Any:
+    recorder.refuse("works in threads or processes of its own", "Start them outside the step")
+
+
 def handler_of(owner: Any) -> Handler | None:
     """How calls of methods of an object are handled; None for most objects."""
+    if isinstance(owner, (threading.Thread, concurrent.futures.Executor)):
+        return _thread
     if isinstance(owner, (random.Random, np.random.RandomState, np.random.Generator)):
         return _draw
     if isinstance(owner, torch.Generator):
@@ -338,6 +346,7 @@ HANDLERS: dict[Any, Handler] = {
     print: _say,
     warnings.warn: _warn,
     **dict.fromkeys(_ROOT, _log_to_root),
+    **dict.fromkeys((threading.Thread, threading.Timer), _thread),
     **dict.fromkeys(_GENERATORS, _make_generator),
     **dict.fromkeys(np.random.BitGenerator.__subclasses__(), _make_generator),
 }
