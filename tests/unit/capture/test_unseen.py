@@ -157,7 +157,6 @@ CASES = [
     Case("ring of objects", STATE + RING, after="a, b = Node(), Node(); a.to, b.to, a.v = b, a, loss.detach(); k.ring = a"),
     Case("checkpointed counter", STATE + "def f(v):\n    k.n += 1\n    return v * 2\n", loss="loss = torch.utils.checkpoint.checkpoint(f, loss, use_reentrant=False)", refused="checkpoint"),
     Case("thread", STATE + "import threading\ndef f(): k.n += 1\n", after="t = threading.Thread(target=f); t.start(); t.join()", refused="threads"),
-    Case("pool", STATE + "from concurrent.futures import ThreadPoolExecutor\npool = ThreadPoolExecutor(1)\n", loss="loss = loss * sum(pool.map(lambda v: v * k.f, [1.0]))", refused="threads", is_slow=True),
     Case("content of C", "B = bytearray(b'\\x01')\n", loss="loss = loss * B[0]", refused="cannot be watched"),
     Case("content of C of a heap type", "import array\nB = array.array('d', [1.0])\n", loss="for b in B: loss = loss * b", refused="cannot be watched"),
     Case("local to a thread", "import threading\nB = threading.local(); B.v = 1.0\n", loss="loss = loss * B.v", refused="cannot be watched", is_slow=True),
