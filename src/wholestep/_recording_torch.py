@@ -107,6 +107,7 @@ def class_namespace(cls: type) -> dict[str, Any]:
 
 _AS_EVER = FrameExecStrategy(FrameAction.DEFAULT, FrameAction.DEFAULT)
 _UNTOLD = FrameExecStrategy(FrameAction.SKIP, FrameAction.DEFAULT)
+_GO_ON = ConvertFrameReturn(frame_exec_strategy=_AS_EVER, apply_to_code=False)
 
 
 @contextlib.contextmanager
@@ -125,7 +126,7 @@ def when_functions_start(may_matter: Callable[[CodeType], bool], tell: Callable[
         elif not _eval_frame._debug_get_cache_entry_list(code):  # somebody has compiled it otherwise
             left_alone.append(code)
             _eval_frame.set_code_exec_strategy(code, _UNTOLD)
-        return ConvertFrameReturn(frame_exec_strategy=_AS_EVER, apply_to_code=False)
+        return _GO_ON
 
     before = _eval_frame.set_eval_frame(cast(Any, start))
     try:

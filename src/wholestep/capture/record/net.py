@@ -101,7 +101,8 @@ def spread(is_instrumented: Callable[[CodeType], bool], is_working: Callable[[],
     """Raise `Unseen` where a function of the user's starts in this thread, unless the recorder `is_working` itself."""
 
     def may_matter(code: CodeType) -> bool:
-        return _is_anybodys(code.co_filename) or code.co_filename.startswith("<")
+        filename = code.co_filename
+        return filename[0] == "<" or _is_anybodys(filename)
 
     def started(frame: Any) -> None:
         if not is_instrumented(frame.f_code) and not is_working() and _must_be_seen(frame):
