@@ -149,11 +149,7 @@ def update_facts(graph: StepGraph) -> dict[str, Any]:
     The mark is made of what is computed and of names of slots, not of the order or the names of nodes.
     """
     marks = _marks(graph)
-    updated = {
-        slot_id: value
-        for slot_id, value in {**graph.updates, **graph.results}.items()
-        if slot_id.startswith((f"{SlotKind.PARAM}.", f"{SlotKind.STATE}."))
-    }
+    updated = _updated(graph)
     whole = sorted(f"{slot_id}={_text(value, marks.__getitem__)}" for slot_id, value in updated.items())
     lines = Counter(_line(node) for node in _ancestors(updated.values(), marks))
     return {
@@ -161,6 +157,24 @@ def update_facts(graph: StepGraph) -> dict[str, Any]:
         "how they are joined (parameters may be in another order)": hashlib.sha256(
             "\n".join(whole).encode()
         ).hexdigest(),
+    }
+
+
+def update_numbers(graph: StepGraph) -> list[str]:
+    """Slots of Python numbers that new parameters and optimizer state are computed with, other than by gradients."""
+    slots = {node: slot_id for slot_id, node in graph.placeholders().items()}
+    marks = _marks(graph)
+    read = {source for node in _ancestors(_updated(graph).values(), marks) for source in node.all_input_nodes}
+    kinds = (f"{SlotKind.LR}.", f"{SlotKind.NUMBER}.")
+    return sorted(slots[node] for node in read if node in slots and slots[node].startswith(kinds))
+
+
+def _updated(graph: StepGraph) -> dict[str, Any]:
+    """What the step gives to parameters and optimizer state, by slot."""
+    return {
+        slot_id: value
+        for slot_id, value in {**graph.updates, **graph.results}.items()
+        if slot_id.startswith((f"{SlotKind.PARAM}.", f"{SlotKind.STATE}."))
     }
 
 
