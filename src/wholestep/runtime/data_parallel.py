@@ -188,7 +188,7 @@ class Replicas:
         self.ranks.require_finished()
         if self._roll_call is None or part is None:
             return
-        self._roll_call.speak(self.name, part, number, leaves)
+        self._roll_call.speak(self.ranks, self.name, part, number, leaves)
         if is_due(number):
             self.end_call()
             found = captured.found.optimizers.items()

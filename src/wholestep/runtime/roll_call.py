@@ -26,6 +26,7 @@ from wholestep.errors import RankError
 from wholestep.runtime.agreement import Ranks, lost_peer, require_same, room_of
 
 _MARK_BYTES = 8
+_POLL_S = 1.0
 
 
 @dataclass(frozen=True)
@@ -52,8 +53,9 @@ class Part:
 class _Spoken:
     """A word that has been sent, and those of all ranks once they are here."""
 
-    work: Any
+    work: dist.Work
     words: list[torch.Tensor]
+    ranks: Ranks
     number: int
     step: str
     part: Part
@@ -80,8 +82,8 @@ class RollCall:
             _known[ranks.group] = RollCall(ranks)
         return _known[ranks.group]
 
-    def speak(self, step: str, part: Part, number: int, leaves: list[Any]) -> None:
-        """Tell the others what this rank is about to run; returns at once."""
+    def speak(self, ranks: Ranks, step: str, part: Part, number: int, leaves: list[Any]) -> None:
+        """Tell the others what this rank is about to run; returns at once. `ranks` are those of the step."""
         values = part.values(leaves)
         mine = torch.tensor([part.mark, number, _mark(repr(list(values.values())))], dtype=torch.int64)
         words = [torch.empty_like(mine) for _ in range(self._ranks.world)]
@@ -90,7 +92,7 @@ class RollCall:
             work = self._group.allgather([words], [mine])
         except RuntimeError as error:
             raise lost_peer(f"the start of call {number} of {step}", error) from error
-        self._spoken = _Spoken(work, words, number, step, part, values)
+        self._spoken = _Spoken(work, words, ranks, number, step, part, values)
         _unheard[self._ranks.name] = self
 
     def hear(self) -> None:
@@ -99,10 +101,8 @@ class RollCall:
         _unheard.pop(self._ranks.name, None)
         if spoken is None:
             return
-        try:
-            spoken.work.wait()
-        except RuntimeError as error:
-            raise lost_peer(f"the start of call {spoken.number} of {spoken.step}", error) from error
+        while not _has_come(spoken):
+            spoken.ranks.require_none_failed(f"{spoken.number}/step")
         said = [word.tolist() for word in spoken.words]
         if any(each != said[0] for each in said):
             self._tell(spoken)
@@ -130,6 +130,17 @@ def hear_before_sending(group: str) -> None:
     """Something is about to be sent to the ranks of a group."""
     if group in _unheard:
         _unheard[group].hear()
+
+
+def _has_come(spoken: _Spoken) -> bool:
+    """Wait for the words of a call, but not for long: a rank that fails before it speaks says so elsewhere."""
+    try:
+        spoken.work.wait(timedelta(seconds=_POLL_S))
+    except RuntimeError as error:
+        if not spoken.work.is_completed():
+            return False
+        raise lost_peer(f"the start of call {spoken.number} of {spoken.step}", error) from error
+    return True
 
 
 def _mark(text: str) -> int:
