@@ -20,7 +20,7 @@ from wholestep.comm.bucket import format_groups
 from wholestep.comm.facts import gather_facts
 from wholestep.comm.plan import DataParallelPlan, Facts, decide
 from wholestep.cost import Link, calibrate_link
-from wholestep.errors import RankError, WholestepError
+from wholestep.errors import CaptureError, RankError, WholestepError
 from wholestep.graph import SlotKind, StepGraph
 from wholestep.iteration import Rotate
 from wholestep.passes import Pass
@@ -29,11 +29,13 @@ from wholestep.runtime.replica_facts import (
     all_optimizer_facts,
     code_mark,
     describe,
+    local_update,
     mode_facts,
     option_facts,
     tensor_facts,
     update_facts,
-    update_numbers,
+    update_inputs,
+    value_facts,
 )
 from wholestep.runtime.roll_call import Part, RollCall
 
@@ -174,11 +176,14 @@ class Replicas:
         self.ranks.require_finished()
         with self.ranks.failing_together(f"{number}/step"):
             captured, graph = capture_step(frozenset())
+            self._refuse_local_updates(graph)
         plan = self._plans.get(_signature(captured, graph))
         if plan is None or self._unseen(captured, SlotKind.PARAM) or self._unseen_optimizers(captured):
             captured, graph = self._agree_on_gradients(capture_step, captured, graph, number)
             with self.ranks.telling("rank 0's parameters"):
                 self._share_state(captured)
+            values = value_facts(captured, update_inputs(graph, SlotKind.CONSTANT, SlotKind.BUFFER))
+            self.ranks.require_agreement(f"{number}/values", {"tensors that updates are made with": values})
             plan = self._agree_on_plan(graph, number)
             self._plans[_signature(captured, graph)] = plan
         return Prepared(captured, graph, plan, self._part(captured, graph, plan))
@@ -193,7 +198,10 @@ class Replicas:
             self.end_call()
             found = captured.found.optimizers.items()
             facts = {key: value for name, optimizer in found for key, value in option_facts(name, optimizer).items()}
-            self.ranks.require_agreement(f"{number}/options", {"the options of optimizers": facts})
+            values = value_facts(captured, part.tensors)
+            self.ranks.require_agreement(
+                f"{number}/options", {"the options of optimizers": facts, "tensors that updates are made with": values}
+            )
 
     def end_call(self) -> None:
         """Hear what the others run, at the latest; raises `RankError` if that is something else."""
@@ -274,6 +282,17 @@ class Replicas:
             **self.others,
         }
 
+    def _refuse_local_updates(self, graph: StepGraph) -> None:
+        found = local_update(graph) if self.ranks.world > 1 else None
+        if found is not None:
+            slot_id, node = found
+            raise CaptureError(
+                f"the update of {slot_id.partition('.')[2]} is computed from this rank's own batch, not from gradients "
+                "that ranks average, so that each rank would train another model",
+                location=node.meta.get("source"),
+                advice="Compute it from .grad after backward(), or pass what it needs as a number that ranks share",
+            )
+
     def _part(self, captured: Capture, graph: StepGraph, plan: DataParallelPlan) -> Part:
         tensors = {
             slot.name: captured.bindings[slot.id].read([]) for slot in captured.graph.slots_of_kind(SlotKind.PARAM)
@@ -287,7 +306,9 @@ class Replicas:
             "clipping and updates": update_facts(graph),
             "the plans": plan.fingerprint,
         }
-        return Part(facts, {slot_id: captured.bindings[slot_id] for slot_id in update_numbers(graph)})
+        numbers = update_inputs(graph, SlotKind.LR, SlotKind.NUMBER)
+        tensors = update_inputs(graph, SlotKind.CONSTANT, SlotKind.BUFFER)
+        return Part(facts, {slot_id: captured.bindings[slot_id] for slot_id in numbers}, tensors)
 
     def _share_state(self, captured: Capture) -> None:
         """Give every rank rank 0's parameters and buffers, each once, by name, in messages of moderate size."""

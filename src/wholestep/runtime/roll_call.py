@@ -11,7 +11,7 @@ from __future__ import annotations
 import hashlib
 import json
 import weakref
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import cached_property
@@ -33,11 +33,13 @@ _POLL_S = 1.0
 class Part:
     """What a rank does in a call, as far as all ranks have to do the same.
 
-    `facts` stay as they are from call to call; `numbers` are where Python numbers come from that enter updates.
+    `facts` stay as they are from call to call; `numbers` are where Python numbers come from that enter updates, and
+    `tensors` the slots of tensors that do, other than parameters and optimizer state.
     """
 
     facts: Mapping[str, Any]
     numbers: Mapping[str, Binding]
+    tensors: Sequence[str] = ()
 
     @cached_property
     def mark(self) -> int:
