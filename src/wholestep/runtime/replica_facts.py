@@ -112,11 +112,12 @@ def optimizer_facts(name: str, optimizer: Optimizer, names: Mapping[int, str]) -
 
 def _state_facts(name: str, optimizer: Optimizer, names: Mapping[int, str]) -> dict[str, Any]:
     return {
-        f"{name}'s state of {names[id(parameter)]}": {
-            key: _content(value) if isinstance(value, torch.Tensor) else plain(value) for key, value in state.items()
-        }
+        f"{name}'s state of {names[id(parameter)]}['{key}']": _content(value)
+        if isinstance(value, torch.Tensor)
+        else plain(value)
         for parameter, state in optimizer.state.items()
-        if state and id(parameter) in names
+        if id(parameter) in names
+        for key, value in state.items()
     }
 
 
