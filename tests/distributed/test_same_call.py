@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.optim import SGD, Optimizer
 
 import wholestep
-from wholestep import RankError, VerificationError
+from wholestep import CaptureError, RankError, VerificationError
 from wholestep.runtime import differential
 
 pytestmark = pytest.mark.distributed
@@ -132,6 +132,36 @@ def another_rate(pairs: list[tuple[Net, SGD]]) -> None:
         step(model, optimizer, batch(number))
 
 
+def another_constant(pairs: list[tuple[Net, SGD]]) -> None:
+    (model, optimizer), scale = pairs[0], torch.tensor(0.5 + dist.get_rank())
+
+    def step(model: nn.Module, optimizer: Optimizer, x: Tensor) -> None:
+        train_scaled(model, optimizer, x, scale)  # pyright: ignore[reportArgumentType]
+
+    compiled(step)(model, optimizer, batch(0))
+
+
+def other_values_in_the_state(pairs: list[tuple[Net, SGD]]) -> None:
+    model, optimizer = pairs[0]
+    for parameter in model.parameters():
+        optimizer.state[parameter]["momentum_buffer"] = torch.full_like(parameter, dist.get_rank())
+    compiled(train)(model, optimizer, batch(0))
+
+
+def train_by_own_loss(model: nn.Module, optimizer: Optimizer, x: Tensor) -> None:
+    optimizer.zero_grad()
+    loss = model(x).square().mean()
+    loss.backward()
+    for parameter in model.parameters():
+        assert parameter.grad is not None
+        parameter.grad.mul_(loss.detach())
+    optimizer.step()
+
+
+def an_update_by_the_own_loss(pairs: list[tuple[Net, SGD]]) -> None:
+    compiled(train_by_own_loss)(*pairs[0], batch(0))
+
+
 SCENARIOS: dict[Callable[[list[tuple[Net, SGD]]], None], list[str]] = {
     models_in_another_order: ["the models", "a.weight"],
     steps_in_another_order: ["the compiled steps", "'train ", "'train_otherwise "],
@@ -140,7 +170,19 @@ SCENARIOS: dict[Callable[[list[tuple[Net, SGD]]], None], list[str]] = {
     a_layer_frozen_on_one_rank: ["the gradients", "a.weight"],
     another_number: ["numbers that updates are made with", "0.125"],
     another_rate: ["numbers that updates are made with", "0.2"],
+    another_constant: ["tensors that updates are made with", "0.5", "1.5"],
+    other_values_in_the_state: ["state of a.weight['momentum_buffer']"],
+    an_update_by_the_own_loss: ["test_same_call.py", "the update of a.weight is computed from this rank's own batch"],
 }
+QUICK = (
+    models_in_another_order,
+    clipping_on_one_rank,
+    a_layer_frozen_on_one_rank,
+    another_number,
+    another_constant,
+    other_values_in_the_state,
+    an_update_by_the_own_loss,
+)
 
 
 @dataclass(frozen=True)
@@ -149,26 +191,28 @@ class Ending:
     parameters: list[Tensor]
 
 
-def endings() -> dict[str, Ending]:
-    """All scenarios, one after another: a group whose ranks have heard each other in time can be used again."""
+def endings(names: list[str]) -> dict[str, Ending]:
+    """Scenarios, one after another: a group whose ranks have heard each other in time can be used again."""
     found: dict[str, Ending] = {}
-    for scenario in SCENARIOS:
+    for scenario in [each for each in SCENARIOS if each.__name__ in names]:
         torch.manual_seed(0)
         pairs = [pair(), pair()]
         text = ""
         try:
             scenario(pairs)
-        except RankError as error:
+        except (RankError, CaptureError) as error:
             text = str(error)
         found[scenario.__name__] = Ending(text, [p.detach().clone() for model, _ in pairs for p in model.parameters()])
     return found
 
 
-def test_ranks_that_run_something_else_in_one_call() -> None:
-    first, second = run_ranks(endings, 2)
-    for scenario, named in SCENARIOS.items():
+@pytest.mark.parametrize("is_quick", [True, pytest.param(False, marks=pytest.mark.slow)])
+def test_ranks_that_run_something_else(is_quick: bool) -> None:
+    scenarios = [scenario for scenario in SCENARIOS if (scenario in QUICK) is is_quick]
+    first, second = run_ranks(endings, 2, [scenario.__name__ for scenario in scenarios])
+    for scenario in scenarios:
         mine, other = first[scenario.__name__], second[scenario.__name__]
-        for word in ["rank 0", "rank 1", *named]:
+        for word in SCENARIOS[scenario]:
             assert word in mine.text, (scenario, mine.text)
             assert word in other.text, (scenario, other.text)
         assert all(map(torch.equal, mine.parameters, other.parameters)), scenario

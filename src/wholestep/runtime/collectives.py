@@ -9,7 +9,7 @@ from torch import fx
 
 from wholestep.graph import ops
 from wholestep.runtime.agreement import lost_peer
-from wholestep.runtime.roll_call import hear_before_sending
+from wholestep.runtime.roll_call import before_sending
 
 
 class Collective:
@@ -22,7 +22,7 @@ class Collective:
 
     def __call__(self, *args: Any) -> Any:
         if self._group:
-            hear_before_sending(self._group)
+            before_sending(self._group)
         try:
             return self._call(*args)
         except RuntimeError as error:

@@ -208,13 +208,19 @@ class Replicas:
         if self._roll_call is not None:
             self._roll_call.hear()
 
+    def note_unfinished(self, call: str) -> None:
+        """A call has raised on this rank; if it has sent nothing yet, and that is so on all ranks, they may go on."""
+        if self._roll_call is None or self._roll_call.has_sent:
+            self.ranks.note_unfinished(call)
+
     def passes(self, plan: DataParallelPlan) -> list[Pass]:
         """The rewrites that carry out a plan."""
         return plan_passes(plan, self.ranks.name)
 
     def peers(self, captured: Capture, plan: DataParallelPlan, number: int) -> Peers:
         """The ranks, as the check of a call against eager needs them; they run the same call."""
-        self.end_call()
+        if self._roll_call is not None:
+            self._roll_call.send()
         return Peers(self.ranks, captured, plan, number)
 
     def _agree_on_gradients(

@@ -2,8 +2,9 @@
 
 What ranks send is told apart by its order only. Ranks that choose different graphs, models or steps in one call would
 average gradients that have nothing to do with each other, or die of a message of another size. So each call begins with
-a word from every rank: which call it is, of what, with which numbers. It travels while the forward runs, over a group
-of its own, and is heard before the first gradient is sent (`Collective` asks for that), when it has long arrived.
+a word from every rank: which call it is, of what, with which numbers, and in how many calls it has sent something (if a
+call raises before that on all ranks they can go on, if on one they cannot). The word travels while the forward runs,
+over connections of its own, and is heard before the first gradient is sent, when it has long arrived.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import cached_property
-from typing import Any, cast
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -68,13 +69,11 @@ class RollCall:
     """The words of one process group; all steps that run on it share one, as they share its order."""
 
     def __init__(self, ranks: Ranks) -> None:
-        members = dist.get_process_group_ranks(ranks.group)
-        timeout = timedelta(seconds=_ranks_torch.group_timeout_s(ranks.group))
-        group = dist.new_group(members, timeout=timeout, backend="gloo", use_local_synchronization=True)
-        self._group = cast("dist.ProcessGroup", group)
-        room, _ = room_of(ranks.group, "roll calls")
-        self._ranks = replace(ranks, number=0, room=f"{room}/roll calls")
+        room = f"{room_of(ranks.group, 'roll calls')[0]}/roll calls"
+        self._channel = _ranks_torch.side_channel(ranks.group, room, _ranks_torch.group_timeout_s(ranks.group))
+        self._ranks = replace(ranks, number=0, room=room)
         self._num_words = 0
+        self._num_sent = 0
         self._spoken: _Spoken | None = None
 
     @staticmethod
@@ -87,20 +86,31 @@ class RollCall:
     def speak(self, ranks: Ranks, step: str, part: Part, number: int, leaves: list[Any]) -> None:
         """Tell the others what this rank is about to run; returns at once. `ranks` are those of the step."""
         values = part.values(leaves)
-        mine = torch.tensor([part.mark, number, _mark(repr(list(values.values())))], dtype=torch.int64)
+        said = [part.mark, number, _mark(repr(list(values.values()))), self._num_sent]
+        mine = torch.tensor(said, dtype=torch.int64)
         words = [torch.empty_like(mine) for _ in range(self._ranks.world)]
         self._num_words += 1
         try:
-            work = self._group.allgather([words], [mine])
+            work = self._channel.allgather([words], [mine])
         except RuntimeError as error:
             raise lost_peer(f"the start of call {number} of {step}", error) from error
         self._spoken = _Spoken(work, words, ranks, number, step, part, values)
-        _unheard[self._ranks.name] = self
+        _silent[self._ranks.name] = self
+
+    @property
+    def has_sent(self) -> bool:
+        """Whether this rank has sent something in the call that it spoke of last."""
+        return self._ranks.name not in _silent
+
+    def send(self) -> None:
+        """This rank is about to send what belongs to the call: hear the others first."""
+        self.hear()
+        if _silent.pop(self._ranks.name, None) is not None:
+            self._num_sent += 1
 
     def hear(self) -> None:
         """Raise `RankError`, on every rank, unless all have said the same."""
         spoken, self._spoken = self._spoken, None
-        _unheard.pop(self._ranks.name, None)
         if spoken is None:
             return
         while not _has_come(spoken):
@@ -115,6 +125,7 @@ class RollCall:
             **spoken.part.facts,
             "the numbers of calls": {spoken.step: spoken.number},
             "numbers that updates are made with": dict(spoken.values),
+            "the calls so far whose gradients were sent (a call that raised has not)": {"calls": self._num_sent},
         }
         by_rank = self._ranks.exchange(f"word {self._num_words}", facts)
         for what in facts:
@@ -124,14 +135,14 @@ class RollCall:
 
 # By group, as long as it lives.
 _known: weakref.WeakKeyDictionary[dist.ProcessGroup, RollCall] = weakref.WeakKeyDictionary()
-# Those that have spoken and not heard yet, by the name of the group.
-_unheard: dict[str, RollCall] = {}
+# Those that have spoken and not sent yet, by the name of the group.
+_silent: dict[str, RollCall] = {}
 
 
-def hear_before_sending(group: str) -> None:
+def before_sending(group: str) -> None:
     """Something is about to be sent to the ranks of a group."""
-    if group in _unheard:
-        _unheard[group].hear()
+    if group in _silent:
+        _silent[group].send()
 
 
 def _has_come(spoken: _Spoken) -> bool:

@@ -169,7 +169,7 @@ class StepRunner:
             # Errors of ranks come from others, those of capture before anything is sent.
             is_ours = chosen.num_runs == num_runs and not isinstance(error, (RankError, CaptureError))
             if self._replicas is not None and is_ours:
-                self._replicas.ranks.note_unfinished(f"call {number} of {self._name}")
+                self._replicas.note_unfinished(f"call {number} of {self._name}")
             raise
 
     def measure(self, *args: Any, **kwargs: Any) -> Any:
