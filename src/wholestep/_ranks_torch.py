@@ -20,8 +20,8 @@ def group_timeout_s(group: dist.ProcessGroup) -> float:
 def side_channel(group: dist.ProcessGroup, name: str, timeout_s: float) -> Any:
     """A gloo backend of the ranks of a group, made by all of them; `name` tells it from others in the job's store.
 
-    `new_group` would do, but for its names: it takes them from what groups a process has made before, and pasts of ranks
-    may differ.
+    `new_group` would do, but for its names: it takes them from what groups a process has made before, and ranks may
+    have different pasts.
     """
     store = dist.PrefixStore(name, _torch.group_store(group))  # pyright: ignore[reportPrivateImportUsage]
     rank, world = dist.get_rank(group), dist.get_world_size(group)

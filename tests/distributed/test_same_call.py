@@ -174,15 +174,6 @@ SCENARIOS: dict[Callable[[list[tuple[Net, SGD]]], None], list[str]] = {
     other_values_in_the_state: ["state of a.weight['momentum_buffer']"],
     an_update_by_the_own_loss: ["test_same_call.py", "the update of a.weight is computed from this rank's own batch"],
 }
-QUICK = (
-    models_in_another_order,
-    clipping_on_one_rank,
-    a_layer_frozen_on_one_rank,
-    another_number,
-    another_constant,
-    other_values_in_the_state,
-    an_update_by_the_own_loss,
-)
 
 
 @dataclass(frozen=True)
@@ -191,10 +182,10 @@ class Ending:
     parameters: list[Tensor]
 
 
-def endings(names: list[str]) -> dict[str, Ending]:
-    """Scenarios, one after another: a group whose ranks have heard each other in time can be used again."""
+def endings() -> dict[str, Ending]:
+    """All scenarios, one after another: a group whose ranks have heard each other in time can be used again."""
     found: dict[str, Ending] = {}
-    for scenario in [each for each in SCENARIOS if each.__name__ in names]:
+    for scenario in SCENARIOS:
         torch.manual_seed(0)
         pairs = [pair(), pair()]
         text = ""
@@ -206,13 +197,11 @@ def endings(names: list[str]) -> dict[str, Ending]:
     return found
 
 
-@pytest.mark.parametrize("is_quick", [True, pytest.param(False, marks=pytest.mark.slow)])
-def test_ranks_that_run_something_else(is_quick: bool) -> None:
-    scenarios = [scenario for scenario in SCENARIOS if (scenario in QUICK) is is_quick]
-    first, second = run_ranks(endings, 2, [scenario.__name__ for scenario in scenarios])
-    for scenario in scenarios:
+def test_ranks_that_run_something_else() -> None:
+    first, second = run_ranks(endings, 2)
+    for scenario, named in SCENARIOS.items():
         mine, other = first[scenario.__name__], second[scenario.__name__]
-        for word in SCENARIOS[scenario]:
+        for word in named:
             assert word in mine.text, (scenario, mine.text)
             assert word in other.text, (scenario, other.text)
         assert all(map(torch.equal, mine.parameters, other.parameters)), scenario
