@@ -7,6 +7,8 @@ import random
 import signal
 import threading
 import time
+from collections.abc import Callable
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -122,6 +124,47 @@ def other_steps(folder: Path) -> str:
 def test_ranks_save_the_same_step(tmp_path: Path) -> None:
     for message in run_ranks(other_steps, 2, tmp_path):
         assert message.endswith("it saves step 6 while rank 0 saves step 5")
+
+
+def saved_by_some(folder: Path) -> list[str]:
+    """What save says if ranks have other keys, if one module refuses to load, if only rank 0 saves."""
+    rank, texts = dist.get_rank(), list[str]()
+
+    def noted(call: Callable[[], Any]) -> None:
+        try:
+            call()
+            texts.append("")
+        except CheckpointError as error:
+            texts.append(str(error))
+
+    checkpoints = wholestep.Checkpoints(folder)
+    noted(lambda: checkpoints.save(1, wait=True, note={"a": 1} if rank == 0 else {"a": 1, "b": 2}))
+    model = nn.Linear(2, 2)
+    checkpoints.save(2, wait=True, model=model)
+    if rank == 1:
+        model.register_load_state_dict_post_hook(_refuse)
+    with torch.no_grad():
+        before = model.weight.fill_(rank).clone()
+    noted(lambda: checkpoints.resume(model=model))
+    texts.append("kept" if torch.equal(model.weight, before) else "changed")
+    dist.distributed_c10d._set_pg_timeout(timedelta(seconds=1))  # pyright: ignore[reportPrivateUsage]
+    if rank == 0:
+        noted(lambda: checkpoints.save(3, note={}))
+    return texts
+
+
+def _refuse(*_: Any) -> None:
+    raise KeyError("a hook refuses")
+
+
+def test_what_only_some_ranks_do_is_told(tmp_path: Path) -> None:
+    """D16, D12: not a hang, not the union of what they have, not half of them loaded."""
+    first, second = run_ranks(saved_by_some, 2, tmp_path)
+    for texts in (first, second):
+        assert "'note.b' is there on rank 1 and not on rank 0" in texts[0]
+        assert "a hook refuses" in texts[1]
+        assert texts[2] == "kept"
+    assert "rank 1 does not take part in Checkpoints.save" in first[3]
 
 
 def one_rank_cannot(folder: Path, monkey: str) -> list[str]:

@@ -14,6 +14,7 @@ import signal
 import threading
 from collections.abc import Callable
 from pathlib import Path
+from datetime import timedelta
 from typing import Any
 
 import pytest
@@ -174,7 +175,8 @@ GOOD, BAD = torch.tensor([0, 1, 2]), torch.tensor([0, 1, 9])
 
 
 def _skip_a_batch_on_one_rank(moved: str) -> str:
-    """Rank 1 has a batch that fails in the third call, and goes on with the next; rank 0 has ended by then."""
+    """Rank 1 has a batch that fails in the third call before anything is sent, and goes on with the next."""
+    dist.distributed_c10d._set_pg_timeout(timedelta(seconds=3))  # pyright: ignore[reportPrivateUsage]
     torch.manual_seed(0)
     model = Rows()
     optimizer = SGD(model.parameters(), lr=0.1)
@@ -182,26 +184,22 @@ def _skip_a_batch_on_one_rank(moved: str) -> str:
     for _ in range(2):
         step(model, optimizer, GOOD)
     step.flush()
-    if dist.get_rank() == 0:
-        return "call 3 of train_rows raised on rank 1, another word"
-    with pytest.raises(IndexError):
-        step(model, optimizer, BAD)
-    other = wholestep.compile(count, data_parallel="replicate")
-    counters = Counters()
-    with pytest.raises(RankError, match="call 3 of train_rows raised on rank 1"):
-        other(counters, SGD(counters.parameters(), lr=1.0), torch.ones(300))
+    if dist.get_rank() == 1:
+        with pytest.raises(IndexError):
+            step(model, optimizer, BAD)
     try:
-        step(model, optimizer, GOOD)
+        for _ in range(2):
+            step(model, optimizer, GOOD)
+        step.flush()
     except RankError as error:
-        return str(error)
+        return type(error).__name__
     return ""
 
 
 @pytest.mark.parametrize("moved", ["none", "all"])
-def test_a_rank_that_has_not_finished_a_call_sends_nothing_more(moved: str) -> None:
+def test_a_rank_that_has_skipped_a_call_sends_nothing_more(moved: str) -> None:
     """Only their order tells what gradients are for: those of the next call would be taken for those of this one."""
-    for message in run_ranks(_skip_a_batch_on_one_rank, 2, moved):
-        assert message.startswith("call 3 of train_rows raised on rank 1, ")
+    assert run_ranks(_skip_a_batch_on_one_rank, 2, moved) == ["RankError", "RankError"]
 
 
 def _lose_an_update_and_train_another_model() -> list[float]:

@@ -26,7 +26,15 @@ OPERATOR_NAMESPACES = ("torch.ops",)
 
 TORCH_FILE = "_torch.py"
 # What `torch.compile` is made of, and tensors without memory, have files of their own.
-_PRIVATE = ("_aot_torch", "_autograd_torch", "_bytecode_torch", "_fake_torch", "_inductor_torch", "_ranks_torch")
+_PRIVATE = (
+    "_aot_torch",
+    "_autograd_torch",
+    "_bytecode_torch",
+    "_fake_torch",
+    "_inductor_torch",
+    "_loading_torch",
+    "_ranks_torch",
+)
 _PRIVATE += ("_recording_torch", "_waiting_torch")
 TORCH_FILES = (TORCH_FILE, *(f"{name}.py" for name in _PRIVATE))
 SETTINGS_FILE = "_settings.py"

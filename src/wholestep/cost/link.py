@@ -117,7 +117,7 @@ def _all_reduce_us(num_bytes: int, repeats: int, group: dist.ProcessGroup | None
     Of small ones the shortest: what came on top is somebody else's work. Of larger ones the median, because a shaped
     link may let a single one through too fast.
     """
-    payload = torch.zeros(num_bytes // 4, device=device)
+    payload = torch.zeros(num_bytes // 4, dtype=torch.float32, device=device)  # whatever the default is here
     times_us: list[float] = []
     for _ in range(repeats):
         _synchronize(device)

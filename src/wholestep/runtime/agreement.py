@@ -117,7 +117,7 @@ class Ranks:
         answers = [self._read(moment, rank) for rank in range(self.world)]
         for rank, answer in enumerate(answers):
             if "error" in answer:
-                raise RankError(f"rank {rank} could not compile the step: {answer['error']}")
+                raise _could_not(rank, answer)
         return [answer["value"] for answer in answers]
 
     def require_agreement(self, moment: str, facts: Mapping[str, Any]) -> None:
@@ -132,6 +132,14 @@ class Ranks:
         for what in facts:
             require_same(what, [each[what] for each in by_rank])
 
+    def require_none_failed(self, moment: str) -> None:
+        """Raise `RankError` if a rank is known to have failed in the call of this moment (see `failing_together`)."""
+        store = _torch.group_store(self.group)
+        for rank in range(self.world):
+            key = self._key(_failed(moment), rank)
+            if store.check([key]):
+                raise _could_not(rank, json.loads(store.get(key)))
+
     @contextlib.contextmanager
     def telling(self, what: str) -> Generator[None]:
         """If a collective in the block fails, say what was waited for."""
@@ -144,34 +152,45 @@ class Ranks:
         _torch.group_store(self.group).set(self._key(moment, self.rank), json.dumps(message))
 
     def _read(self, moment: str, rank: int) -> dict[str, Any]:
-        store, key, started = _torch.group_store(self.group), self._key(moment, rank), time.monotonic()
-        has_said_so = False
-        while True:
-            try:
-                store.wait([key], timedelta(seconds=min(_POLL_S, self.timeout_s)))
-                return json.loads(store.get(key))
-            except dist.DistNetworkError as error:
-                raise RankError(
-                    f"rank {self.rank} cannot reach the store that the job was started with: the rank that has it is "
-                    "gone"
-                ) from error
-            except RuntimeError as error:  # what stores raise when the time is up
-                if store.check([self._key(_failed(moment), rank)]):
-                    key = self._key(_failed(moment), rank)
-                    continue
-                waited_s = time.monotonic() - started
-                if waited_s > self.timeout_s:
-                    raise RankError(
-                        f"rank {rank} has not compiled this step {waited_s:.0f} s after rank {self.rank} did: ranks "
-                        "must call the step equally often, and what they compute (gradients, clipping, options, modes) "
-                        "must change on all of them in the same call"
-                    ) from error
-                if waited_s > _SAY_SO_AFTER_S and not has_said_so:
-                    logger.warning("waiting for rank %d to compile its step", rank)
-                    has_said_so = True
+        store, started = _torch.group_store(self.group), time.monotonic()
+        keys = [self._key(moment, rank), self._key(_failed(moment), rank)]
+        found = first_of(store, keys, self.timeout_s, f"waiting for rank {rank} to compile its step", self.rank)
+        if found is None:
+            raise RankError(
+                f"rank {rank} has not compiled this step {time.monotonic() - started:.0f} s after rank {self.rank} "
+                "did: ranks must call the step equally often, and what they compute (gradients, clipping, options, "
+                "modes) must change on all of them in the same call"
+            )
+        return json.loads(found)
 
     def _key(self, moment: str, rank: int) -> str:
         return f"{self.room}/{self.name}/{self.number}/{moment}/{rank}"
+
+
+def first_of(store: Any, keys: list[str], timeout_s: float, waiting: str, rank: int) -> bytes | None:
+    """The value of the first key that another rank writes, None if the time is up; `waiting` is told if it takes long.
+
+    Raises `RankError` if the store is out of reach.
+    """
+    started, has_said_so = time.monotonic(), False
+    while True:
+        try:
+            store.wait(keys[:1], timedelta(seconds=min(_POLL_S, timeout_s)))
+            return store.get(keys[0])
+        except dist.DistNetworkError as error:
+            raise RankError(
+                f"rank {rank} cannot reach the store that the job was started with: the rank that has it is gone"
+            ) from error
+        except RuntimeError:  # what stores raise when the time is up
+            written = next((key for key in keys[1:] if store.check([key])), None)
+            if written is not None:
+                return store.get(written)
+            waited_s = time.monotonic() - started
+            if waited_s > timeout_s:
+                return None
+            if waited_s > _SAY_SO_AFTER_S and not has_said_so:
+                logger.warning("%s", waiting)
+                has_said_so = True
 
 
 def is_due(number: int) -> bool:
@@ -180,6 +199,10 @@ def is_due(number: int) -> bool:
     A word between ranks in each call would be too expensive, and none would leave ranks that drift apart unnoticed.
     """
     return number > 1 and (not number & (number - 1) or not number % _COMPARE_EVERY)
+
+
+def _could_not(rank: int, answer: Mapping[str, Any]) -> RankError:
+    return RankError(f"rank {rank} could not compile the step: {answer['error']}")
 
 
 def _failed(moment: str) -> str:

@@ -7,7 +7,9 @@ from typing import Any
 
 from torch import fx
 
+from wholestep.graph import ops
 from wholestep.runtime.agreement import lost_peer
+from wholestep.runtime.roll_call import before_sending
 
 
 class Collective:
@@ -16,8 +18,11 @@ class Collective:
     def __init__(self, call: Callable[..., Any], node: fx.Node) -> None:
         self._call = call
         self._what = _what(node)
+        self._group = "" if node.target is ops.WAIT else next((arg for arg in node.args[::-1] if type(arg) is str), "")
 
     def __call__(self, *args: Any) -> Any:
+        if self._group:
+            before_sending(self._group)
         try:
             return self._call(*args)
         except RuntimeError as error:

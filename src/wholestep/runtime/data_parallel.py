@@ -12,6 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
+from torch.optim import Optimizer
 
 from wholestep.capture import Capture
 from wholestep.comm import AllReduce, Bucket, Overlap, SplitOptimizer, reducible_gradients
@@ -19,7 +20,7 @@ from wholestep.comm.bucket import format_groups
 from wholestep.comm.facts import gather_facts
 from wholestep.comm.plan import DataParallelPlan, Facts, decide
 from wholestep.cost import Link, calibrate_link
-from wholestep.errors import RankError, WholestepError
+from wholestep.errors import CaptureError, RankError, WholestepError
 from wholestep.graph import SlotKind, StepGraph
 from wholestep.iteration import Rotate
 from wholestep.passes import Pass
@@ -28,11 +29,15 @@ from wholestep.runtime.replica_facts import (
     all_optimizer_facts,
     code_mark,
     describe,
+    local_update,
     mode_facts,
     option_facts,
     tensor_facts,
     update_facts,
+    update_inputs,
+    value_facts,
 )
+from wholestep.runtime.roll_call import Part, RollCall
 
 logger = logging.getLogger(__name__)
 
@@ -97,6 +102,32 @@ class DataParallel:
         return group
 
 
+@dataclass(frozen=True)
+class Prepared:
+    """A capture, its graph, how its gradients travel, and what ranks have to do alike in each call of it."""
+
+    captured: Capture
+    graph: StepGraph
+    plan: DataParallelPlan
+    part: Part | None = None
+
+
+class _Shared:
+    """Objects that all ranks have, numbered in the order in which they agreed on them."""
+
+    def __init__(self) -> None:
+        self._numbers: dict[int, tuple[weakref.ref[Any], int]] = {}
+        self._count = 0
+
+    def number_of(self, value: Any) -> int | None:
+        known = self._numbers.get(id(value))
+        return known[1] if known is not None and known[0]() is value else None
+
+    def add(self, value: Any) -> None:
+        self._numbers[id(value)] = weakref.ref(value), self._count
+        self._count += 1
+
+
 CaptureStep = Callable[[frozenset[str]], tuple[Capture, StepGraph]]
 
 
@@ -130,64 +161,67 @@ class Replicas:
         self.function = function
         self.ranks = Ranks.of(options.resolve(), timeout_s)
         self._plans: dict[str, DataParallelPlan] = {}
-        self._broadcast: dict[int, weakref.ref[torch.Tensor]] = {}
+        self._broadcast = _Shared()
+        self._optimizers = _Shared()
+        self._roll_call: RollCall | None = None
         self._link: Link | None = None if options.link is None else Link.from_text(options.link)
 
-    def prepare(self, capture_step: CaptureStep, number: int) -> tuple[Capture, StepGraph, DataParallelPlan]:
+    def prepare(self, capture_step: CaptureStep, number: int) -> Prepared:
         """Capture, and find the plan for the gradients the capture has.
 
         Gradients and updates that have been agreed on need no further word between ranks: one rank may capture alone,
-        for a batch of another size. New ones, and new models, have to appear on all ranks in the same call. Nothing is
-        shared, and no collective runs, before ranks have agreed.
+        for a batch of another size. New ones, new models and new optimizers have to appear on all ranks in the same
+        call. Nothing is shared, and no collective runs, before ranks have agreed.
         """
         self.ranks.require_finished()
         with self.ranks.failing_together(f"{number}/step"):
             captured, graph = capture_step(frozenset())
-        known = self._plans.get(_signature(captured, graph))
-        if known is not None and not self._unseen(captured, SlotKind.PARAM):
-            return captured, graph, known
-        captured, graph = self._agree_on_gradients(capture_step, captured, graph, number)
-        with self.ranks.telling("rank 0's parameters"):
-            self._broadcast_state(captured)
-        plan = self._agree_on_plan(graph, number)
-        self._plans[_signature(captured, graph)] = plan
-        return captured, graph, plan
+            self._refuse_local_updates(graph)
+        plan = self._plans.get(_signature(captured, graph))
+        if plan is None or self._unseen(captured, SlotKind.PARAM) or self._unseen_optimizers(captured):
+            captured, graph = self._agree_on_gradients(capture_step, captured, graph, number)
+            with self.ranks.telling("rank 0's parameters"):
+                self._share_state(captured)
+            values = value_facts(captured, update_inputs(graph, SlotKind.CONSTANT, SlotKind.BUFFER))
+            self.ranks.require_agreement(f"{number}/values", {"tensors that updates are made with": values})
+            plan = self._agree_on_plan(graph, number)
+            self._plans[_signature(captured, graph)] = plan
+        return Prepared(captured, graph, plan, self._part(captured, graph, plan))
 
-    def compare_options(self, captured: Capture, number: int) -> None:
-        """Now and then, compare options that a graph takes as inputs and that may change with every call."""
+    def begin_call(self, part: Part | None, captured: Capture, number: int, leaves: list[Any]) -> None:
+        """Say which call this rank runs; now and then compare options, which may change with every call."""
         self.ranks.require_finished()
-        if self.ranks.world == 1 or not is_due(number):
+        if self._roll_call is None or part is None:
             return
-        found = captured.found.optimizers.items()
-        facts = {key: value for name, optimizer in found for key, value in option_facts(name, optimizer).items()}
-        self.ranks.require_agreement(f"{number}/options", {"the options of optimizers": facts})
+        self._roll_call.speak(self.ranks, self.name, part, number, leaves)
+        if is_due(number):
+            self.end_call()
+            found = captured.found.optimizers.items()
+            facts = {key: value for name, optimizer in found for key, value in option_facts(name, optimizer).items()}
+            values = value_facts(captured, part.tensors)
+            self.ranks.require_agreement(
+                f"{number}/options", {"the options of optimizers": facts, "tensors that updates are made with": values}
+            )
+
+    def end_call(self) -> None:
+        """Hear what the others run, at the latest; raises `RankError` if that is something else."""
+        if self._roll_call is not None:
+            self._roll_call.hear()
+
+    def note_unfinished(self, call: str) -> None:
+        """A call has raised on this rank; if it has sent nothing yet, and that is so on all ranks, they may go on."""
+        if self._roll_call is None or self._roll_call.has_sent:
+            self.ranks.note_unfinished(call)
 
     def passes(self, plan: DataParallelPlan) -> list[Pass]:
         """The rewrites that carry out a plan."""
         return plan_passes(plan, self.ranks.name)
 
-    @contextlib.contextmanager
-    def averaging_gradients(self, captured: Capture, plan: DataParallelPlan) -> Generator[None]:
-        """Average `.grad` of the planned parameters over the ranks after a backward, one by one: the reference.
-
-        What was there before is the same on all ranks already, and must not be summed once more.
-        """
-        keys = [key for bucket in sorted(plan.buckets, key=lambda b: b.keys) for key in bucket.keys]
-        wheres = [captured.bindings[f"{SlotKind.PARAM}.{key.split('#')[0]}"] for key in keys]
-        parameters: list[torch.Tensor] = [where.read([]) for where in wheres]
-        with torch.no_grad():
-            for parameter in parameters:
-                if not plan.average and parameter.grad is not None:
-                    parameter.grad.mul_(1.0 / self.ranks.world)
-        yield
-        with torch.no_grad():
-            for parameter in parameters:
-                if parameter.grad is None:
-                    parameter.grad = torch.zeros_like(parameter)
-                grad = parameter.grad.mul_(1.0 / self.ranks.world) if plan.average else parameter.grad
-                dense = grad.contiguous()
-                dist.all_reduce(dense, group=self.ranks.group)
-                grad.copy_(dense)
+    def peers(self, captured: Capture, plan: DataParallelPlan, number: int) -> Peers:
+        """The ranks, as the check of a call against eager needs them; they run the same call."""
+        if self._roll_call is not None:
+            self._roll_call.send()
+        return Peers(self.ranks, captured, plan, number)
 
     def _agree_on_gradients(
         self, capture_step: CaptureStep, captured: Capture, graph: StepGraph, number: int
@@ -254,24 +288,100 @@ class Replicas:
             **self.others,
         }
 
-    def _broadcast_state(self, captured: Capture) -> None:
+    def _refuse_local_updates(self, graph: StepGraph) -> None:
+        found = local_update(graph) if self.ranks.world > 1 else None
+        if found is not None:
+            slot_id, node = found
+            raise CaptureError(
+                f"the update of {slot_id.partition('.')[2]} is computed from this rank's own batch, not from gradients "
+                "that ranks average, so that each rank would train another model",
+                location=node.meta.get("source"),
+                advice="Compute it from .grad after backward(), or pass what it needs as a number that ranks share",
+            )
+
+    def _part(self, captured: Capture, graph: StepGraph, plan: DataParallelPlan) -> Part:
+        tensors = {
+            slot.name: captured.bindings[slot.id].read([]) for slot in captured.graph.slots_of_kind(SlotKind.PARAM)
+        }
+        facts = {
+            "the compiled steps": {"function": f"{self.name} (step {self.ranks.number} of the group)"},
+            "the models": _numbered(self._broadcast, tensors),
+            "the optimizers": _numbered(self._optimizers, captured.found.optimizers),
+            "the gradients": {key: "sent" for each in plan.buckets for key in each.keys},
+            "the modes of modules": mode_facts(captured.found.modules),
+            "clipping and updates": update_facts(graph),
+            "the plans": plan.fingerprint,
+        }
+        numbers = update_inputs(graph, SlotKind.LR, SlotKind.NUMBER)
+        tensors = update_inputs(graph, SlotKind.CONSTANT, SlotKind.BUFFER)
+        return Part(facts, {slot_id: captured.bindings[slot_id] for slot_id in numbers}, tensors)
+
+    def _share_state(self, captured: Capture) -> None:
         """Give every rank rank 0's parameters and buffers, each once, by name, in messages of moderate size."""
         names = self._unseen(captured, SlotKind.PARAM, SlotKind.BUFFER)
         fresh: list[torch.Tensor] = [captured.bindings[slot_id].read([]) for slot_id in names]
         if self.ranks.world > 1:
             for tensors in _messages(fresh):
                 _broadcast_together(tensors, self.ranks.group)
-        self._broadcast |= {id(tensor): weakref.ref(tensor) for tensor in fresh}
+            self._roll_call = RollCall.of(self.ranks)
+        for tensor in fresh:
+            self._broadcast.add(tensor)
+        for optimizer in self._unseen_optimizers(captured):
+            self._optimizers.add(optimizer)
 
     def _unseen(self, captured: Capture, *kinds: SlotKind) -> list[str]:
         """Slots of tensors that ranks have not yet been given alike, in the order of their names."""
         found: list[str] = []
         for slot in sorted(captured.graph.slots_of_kind(*kinds)):
             tensor: torch.Tensor = captured.bindings[slot.id].read([])
-            seen = self._broadcast.get(id(tensor))
-            if tensor.numel() > 0 and (seen is None or seen() is not tensor):
+            if tensor.numel() > 0 and self._broadcast.number_of(tensor) is None:
                 found.append(slot.id)
         return found
+
+    def _unseen_optimizers(self, captured: Capture) -> list[Optimizer]:
+        known = sorted(captured.found.optimizers.items())
+        return [optimizer for _, optimizer in known if self._optimizers.number_of(optimizer) is None]
+
+
+@dataclass(frozen=True)
+class Peers:
+    """All ranks of a call that is checked against eager (`differential`)."""
+
+    ranks: Ranks
+    captured: Capture
+    plan: DataParallelPlan
+    number: int
+
+    @contextlib.contextmanager
+    def averaging(self) -> Generator[None]:
+        """Average `.grad` of the planned parameters over the ranks after a backward, one by one: the reference.
+
+        What was there before is the same on all ranks already, and must not be summed once more.
+        """
+        keys = [key for bucket in sorted(self.plan.buckets, key=lambda b: b.keys) for key in bucket.keys]
+        wheres = [self.captured.bindings[f"{SlotKind.PARAM}.{key.split('#')[0]}"] for key in keys]
+        parameters: list[torch.Tensor] = [where.read([]) for where in wheres]
+        with torch.no_grad():
+            for parameter in parameters:
+                if not self.plan.average and parameter.grad is not None:
+                    parameter.grad.mul_(1.0 / self.ranks.world)
+        yield
+        with torch.no_grad():
+            for parameter in parameters:
+                if parameter.grad is None:
+                    parameter.grad = torch.zeros_like(parameter)
+                grad = parameter.grad.mul_(1.0 / self.ranks.world) if self.plan.average else parameter.grad
+                dense = grad.contiguous()
+                dist.all_reduce(dense, group=self.ranks.group)
+                grad.copy_(dense)
+
+    def verdicts(self, differences: dict[str, float]) -> list[dict[str, float]]:
+        """What each rank has found to differ from eager."""
+        return self.ranks.exchange(f"{self.number}/verdict", differences)
+
+
+def _numbered(shared: _Shared, values: Mapping[str, Any]) -> dict[str, str]:
+    return {name: f"number {shared.number_of(value)} of those that ranks share" for name, value in values.items()}
 
 
 def _signature(captured: Capture, graph: StepGraph) -> str:

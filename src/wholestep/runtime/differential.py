@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Generator, Sequence
-from typing import Any
+from collections.abc import Generator, Sequence
+from typing import Any, Protocol
 from unittest import mock
 
 import torch
@@ -18,21 +18,31 @@ from wholestep.runtime.world import Outside, World, observe
 
 _MAX_NAMED = 8
 
-Averaging = Callable[[], contextlib.AbstractContextManager[None]]
+
+class Peers(Protocol):
+    """The other ranks, where several train together."""
+
+    def averaging(self) -> contextlib.AbstractContextManager[None]:
+        """What eager does around each backward to have the gradients of all ranks."""
+        ...
+
+    def verdicts(self, differences: dict[str, float]) -> list[dict[str, float]]:
+        """What each rank has found to differ: the step is right on all of them or on none."""
+        ...
 
 
 def checked_run(
     chosen: Specialization,
     call: Call,
     number: int,
-    averaging: Averaging | None = None,
+    peers: Peers | None = None,
     outside: Sequence[Outside] = (),
 ) -> Any:
     """Run a step in eager and through its graph from the same state; raise `VerificationError` if they differ.
 
-    `averaging` is what eager does around each backward where several ranks train together; `outside` is what else the
-    step may change. The state afterwards is the graph's. If they differ by more than rounding, it is put back
-    to what it was before the call.
+    `peers` are the ranks that run the same call; `outside` is what else the step may change. The state afterwards is
+    the graph's. If they differ by more than rounding, it is put back to what it was before the call, and if they do so
+    on one rank, on all.
     """
     capture = chosen.capture
     capture.recording.program.undo_draws()
@@ -40,7 +50,7 @@ def checked_run(
     world = World.of(capture, call, outside)
     explanation = ""
     try:
-        expected = observe(capture, call, _run_in_eager(call, averaging), outside)
+        expected = observe(capture, call, _run_in_eager(call, peers), outside)
         world.restore()
         chosen.compute_numbers(call)
         result = chosen.run(call)
@@ -48,22 +58,25 @@ def checked_run(
         found = observe(capture, call, result, outside)
         differences = compare(expected, found)
         # With several ranks all would have to look closer, or none.
-        if differences and averaging is None:
+        if differences and peers is None:
             after = World.of(capture, call, outside)
             differences, explanation = _look_closer(chosen, call, world, differences, expected, found)
             after.restore()
+        by_rank = [differences] if peers is None else peers.verdicts(differences)
     except BaseException:
         _undo(world, chosen)
         raise
-    if differences:
-        _undo(world, chosen)
-        raise VerificationError(_message(number, differences, explanation), differences)
+    for rank, found_there in enumerate(by_rank):
+        if found_there:
+            _undo(world, chosen)
+            whose = "" if peers is None else f" on rank {rank}"
+            raise VerificationError(_message(number, whose, found_there, explanation), found_there)
     return result
 
 
-def _run_in_eager(call: Call, averaging: Averaging | None) -> Any:
+def _run_in_eager(call: Call, peers: Peers | None) -> Any:
     """What eager returns; whoever keeps it keeps its graph, which the updates of the compiled step do not wait for."""
-    with _around_backward(averaging):
+    with _around_backward(peers):
         return call.function(*call.args, **call.kwargs)
 
 
@@ -89,26 +102,26 @@ def _look_closer(
     return differences, explanation
 
 
-def _message(number: int, differences: dict[str, float], explanation: str) -> str:
+def _message(number: int, whose: str, differences: dict[str, float], explanation: str) -> str:
     worst = sorted(differences.items(), key=lambda item: -item[1])[:_MAX_NAMED]
     listed = ", ".join(f"{name} by {difference:.3g}" for name, difference in worst)
     return (
-        f"step {number} differs from eager in {len(differences)} values: {listed}; "
+        f"step {number} differs from eager{whose} in {len(differences)} values: {listed}; "
         + (f"{explanation}; " if explanation else "")
         + "the state before the step has been restored. Running without wholestep.compile is safe meanwhile"
     )
 
 
 @contextlib.contextmanager
-def _around_backward(averaging: Averaging | None) -> Generator[None]:
+def _around_backward(peers: Peers | None) -> Generator[None]:
     """Enter a context each time eager code runs a backward."""
-    if averaging is None:
+    if peers is None:
         yield
         return
     original = torch.autograd.backward
 
     def backward(*args: Any, **kwargs: Any) -> None:
-        with averaging():
+        with peers.averaging():
             original(*args, **kwargs)
 
     with mock.patch.object(torch.autograd, "backward", backward):

@@ -7,17 +7,15 @@ from collections.abc import Generator
 from dataclasses import dataclass, replace
 from unittest import mock
 
-from wholestep.capture import Capture
 from wholestep.comm import reducible_gradients
 from wholestep.comm.facts import gather_facts
 from wholestep.comm.plan import DataParallelPlan, Facts, decide
 from wholestep.comm.timeline import Message, simulate
 from wholestep.cost import DeviceModel, Link
 from wholestep.errors import RankError
-from wholestep.graph import StepGraph
 from wholestep.lower import Region
 from wholestep.passes import Pass
-from wholestep.runtime.data_parallel import CaptureStep, DataParallel, plan_passes
+from wholestep.runtime.data_parallel import CaptureStep, DataParallel, Prepared, plan_passes
 
 _GROUP = "imagined"
 
@@ -42,7 +40,7 @@ class ImaginedReplicas:
         self._bucket_mb = bucket_mb
         self._cross_iteration = cross_iteration
 
-    def prepare(self, capture_step: CaptureStep, number: int) -> tuple[Capture, StepGraph, DataParallelPlan]:
+    def prepare(self, capture_step: CaptureStep, number: int) -> Prepared:
         """Capture, and find the plan for the gradients the capture has."""
         captured, graph = capture_step(frozenset())
         if not reducible_gradients(graph):
@@ -56,7 +54,7 @@ class ImaginedReplicas:
             device=self._run.device,
         )
         plan = decide(facts, bucket_mb=self._bucket_mb, cross_iteration=self._cross_iteration)
-        return captured, graph, plan if plan.link else _timed(plan, facts)
+        return Prepared(captured, graph, plan if plan.link else _timed(plan, facts))
 
     def passes(self, plan: DataParallelPlan) -> list[Pass]:
         """The rewrites that would carry out a plan."""

@@ -27,6 +27,9 @@ from wholestep.graph import Phase, SlotKind, StepGraph
 from wholestep.graph.printer import format_target
 
 _LOCAL = "local"
+# Sizes of batches are numbers of a program that is the same on all ranks, as those are that it has in its text.
+_SIZE = "size"
+_SIZES = (torch.ops.aten.sym_size.int, torch.ops.aten.sym_numel.default, torch.ops.aten.sym_stride.int)
 _MAX_NUMBERS = 16
 _JOINED = "what ops are applied to (parameters may be registered in another order)"
 
@@ -109,11 +112,12 @@ def optimizer_facts(name: str, optimizer: Optimizer, names: Mapping[int, str]) -
 
 def _state_facts(name: str, optimizer: Optimizer, names: Mapping[int, str]) -> dict[str, Any]:
     return {
-        f"{name}'s state of {names[id(parameter)]}": {
-            key: describe(value) if isinstance(value, torch.Tensor) else plain(value) for key, value in state.items()
-        }
+        f"{name}'s state of {names[id(parameter)]}['{key}']": _content(value)
+        if isinstance(value, torch.Tensor)
+        else plain(value)
         for parameter, state in optimizer.state.items()
-        if state and id(parameter) in names
+        if id(parameter) in names
+        for key, value in state.items()
     }
 
 
@@ -149,11 +153,7 @@ def update_facts(graph: StepGraph) -> dict[str, Any]:
     The mark is made of what is computed and of names of slots, not of the order or the names of nodes.
     """
     marks = _marks(graph)
-    updated = {
-        slot_id: value
-        for slot_id, value in {**graph.updates, **graph.results}.items()
-        if slot_id.startswith((f"{SlotKind.PARAM}.", f"{SlotKind.STATE}."))
-    }
+    updated = _updated(graph)
     whole = sorted(f"{slot_id}={_text(value, marks.__getitem__)}" for slot_id, value in updated.items())
     lines = Counter(_line(node) for node in _ancestors(updated.values(), marks))
     return {
@@ -161,6 +161,59 @@ def update_facts(graph: StepGraph) -> dict[str, Any]:
         "how they are joined (parameters may be in another order)": hashlib.sha256(
             "\n".join(whole).encode()
         ).hexdigest(),
+    }
+
+
+def update_inputs(graph: StepGraph, *kinds: SlotKind) -> list[str]:
+    """Slots of these kinds that new parameters and optimizer state are computed from, other than by gradients."""
+    slots = {node: slot_id for slot_id, node in graph.placeholders().items()}
+    read = {source for node in _ancestors(_updated(graph).values(), _marks(graph)) for source in node.all_input_nodes}
+    wanted = tuple(f"{kind}." for kind in kinds)
+    return sorted(slots[node] for node in read if node in slots and slots[node].startswith(wanted))
+
+
+def local_update(graph: StepGraph) -> tuple[str, fx.Node] | None:
+    """A slot whose new value is made of a rank's own batch, other than by averaged gradients, and what it is made of.
+
+    Parameters and optimizer state would become different ones on each rank.
+    """
+    marks = _marks(graph)
+    for slot_id, value in _updated(graph).items():
+        found = [value] if isinstance(value, fx.Node) else []
+        found += [source for node in _ancestors(found, marks) for source in node.all_input_nodes]
+        for node in found:
+            if marks[node] == _LOCAL and not node.meta.get("gradient_of"):  # nothing travels for an empty gradient
+                return slot_id, node
+    return None
+
+
+def value_facts(captured: Capture, slot_ids: Iterable[str]) -> dict[str, Any]:
+    """By slot: what is in a tensor, or a sum of what is."""
+    found = {slot_id: captured.bindings[slot_id].read([]) for slot_id in slot_ids}
+    return {slot_id: _content(value) for slot_id, value in found.items() if isinstance(value, torch.Tensor)}
+
+
+def _content(tensor: torch.Tensor) -> Any:
+    if tensor.device.type == "meta" or isinstance(tensor, _torch.FakeTensor):
+        return describe(tensor)
+    if tensor.numel() <= _MAX_NUMBERS:
+        return [describe(tensor), plain(tensor)]
+    return f"{describe(tensor)} with bits that add up to {_sum_of_bits(tensor)}"
+
+
+def _sum_of_bits(tensor: torch.Tensor) -> int:
+    """Another number for other values, almost always, in one pass where they are."""
+    flat = tensor.detach().resolve_conj().resolve_neg().reshape(-1)
+    words = {2: torch.int16, 4: torch.int32, 8: torch.int64}.get(flat.element_size(), torch.uint8)
+    return int(flat.view(words).sum(dtype=torch.int64))
+
+
+def _updated(graph: StepGraph) -> dict[str, Any]:
+    """What the step gives to parameters and optimizer state, by slot."""
+    return {
+        slot_id: value
+        for slot_id, value in {**graph.updates, **graph.results}.items()
+        if slot_id.startswith((f"{SlotKind.PARAM}.", f"{SlotKind.STATE}."))
     }
 
 
@@ -181,6 +234,8 @@ def _marks(graph: StepGraph) -> dict[fx.Node, str]:
 
 
 def _mark(node: fx.Node, marks: Mapping[fx.Node, str]) -> str:
+    if node.target in _SIZES:
+        return _SIZE
     if any(marks[source] == _LOCAL for source in node.all_input_nodes):
         return _LOCAL
     text = f"{_target(node)}{_text(node.args, marks.__getitem__)}{_text(node.kwargs, marks.__getitem__)}"

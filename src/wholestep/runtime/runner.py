@@ -149,7 +149,7 @@ class StepRunner:
             flush_others(None if self._current is None else self._current.rotation.pending)
             chosen = self._choose(call)
             if self._replicas is not None:
-                self._replicas.compare_options(chosen.capture, self._num_attempts)
+                self._replicas.begin_call(chosen.part, chosen.capture, self._num_attempts, call.leaves)
             self._num_calls += 1
             return self._run(chosen, call, is_last=is_last or self._is_max_iter)
         finally:
@@ -160,13 +160,16 @@ class StepRunner:
         try:
             if number <= self.options.verify:
                 flush_all()
-                return differential.checked_run(chosen, call, number, self._averaging(chosen))
-            return chosen.run(call, is_last=is_last, number=number)
+                return differential.checked_run(chosen, call, number, self._peers(chosen))
+            result = chosen.run(call, is_last=is_last, number=number)
+            if self._replicas is not None:
+                self._replicas.end_call()
+            return result
         except BaseException as error:
             # Errors of ranks come from others, those of capture before anything is sent.
             is_ours = chosen.num_runs == num_runs and not isinstance(error, (RankError, CaptureError))
             if self._replicas is not None and is_ours:
-                self._replicas.ranks.note_unfinished(f"call {number} of {self._name}")
+                self._replicas.note_unfinished(f"call {number} of {self._name}")
             raise
 
     def measure(self, *args: Any, **kwargs: Any) -> Any:
@@ -343,13 +346,14 @@ class StepRunner:
 
         with _garbage_collection_paused():
             flush_others(None)
-            plan = None
+            plan, part = None, None
             if self.options.data_parallel is None:
                 captured, graph = capture_step(frozenset())
                 passes = _local_moves(self.options.cross_iteration)
             else:
                 replicas = self._replicas_of(self.options.data_parallel)
-                captured, graph, plan = replicas.prepare(capture_step, self._num_attempts)
+                prepared = replicas.prepare(capture_step, self._num_attempts)
+                captured, graph, plan, part = prepared.captured, prepared.graph, prepared.plan, prepared.part
                 passes = replicas.passes(plan)
                 finish = Pipeline((*finish.passes, FillBuckets())) if finish.passes else finish
             graph = run_passes(graph, passes, dump_dir=dump_dir)
@@ -364,7 +368,7 @@ class StepRunner:
             )
             if dump_dir is not None:
                 dump_graphs(dump_dir, _by_name(rotation.graphs))
-            fresh = Specialization(captured, rotation, call, plan, self._finished(memory, rotation), survey)
+            fresh = Specialization(captured, rotation, call, plan, self._finished(memory, rotation), survey, part)
         self._num_captures += 1
         self._remember(fresh)
         self._log(fresh, reason, time.perf_counter() - started)
@@ -441,12 +445,11 @@ class StepRunner:
             )
         return self._replicas
 
-    def _averaging(self, chosen: Specialization) -> differential.Averaging | None:
-        """What eager has to do around each backward to be comparable; nothing on one rank."""
-        replicas, plan = self._replicas, chosen.plan
-        if replicas is None or plan is None:
+    def _peers(self, chosen: Specialization) -> differential.Peers | None:
+        """The other ranks of a call that is verified; None on one rank."""
+        if self._replicas is None or chosen.plan is None:
             return None
-        return lambda: replicas.averaging_gradients(chosen.capture, plan)
+        return self._replicas.peers(chosen.capture, chosen.plan, self._num_attempts)
 
     def _capture(self, call: Call, zero_gradients: frozenset[str]) -> Capture:
         """Capture with a symbolic batch where that is wanted and possible, with the sizes as they are otherwise."""

@@ -17,6 +17,7 @@ from wholestep.runtime.guards import Call, Check, make_guards
 from wholestep.runtime.measured import Measured
 from wholestep.runtime.owner_guards import found_type, tensor_type
 from wholestep.runtime.questions import question_guards
+from wholestep.runtime.roll_call import Part
 from wholestep.runtime.rotation import Rotation
 
 
@@ -25,7 +26,7 @@ class Specialization:
 
     `check` says why a call does not fit; `run` executes one step. `plan` says how gradients travel, None on one rank;
     `memory_plan` what is kept for the backward, None if everything is; `survey` knows what it was chosen from;
-    `measured` is what was measured of its runs.
+    `measured` is what was measured of its runs; `part` is what all ranks have to do alike in each, None on one rank.
     """
 
     def __init__(
@@ -36,12 +37,14 @@ class Specialization:
         plan: DataParallelPlan | None,
         memory_plan: RematPlan | None = None,
         survey: Survey | None = None,
+        part: Part | None = None,
     ) -> None:
         self.capture = capture
         self.rotation = rotation
         self.plan = plan
         self.memory_plan = memory_plan
         self.survey = survey
+        self.part = part
         self.measured = Measured()
         self.num_runs = 0
         self.leaf_types = {i: tensor_type(leaf) for i, leaf in enumerate(call.leaves) if isinstance(leaf, torch.Tensor)}

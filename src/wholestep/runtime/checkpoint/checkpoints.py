@@ -7,6 +7,7 @@ import logging
 import os
 import threading
 from collections.abc import Generator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -16,7 +17,7 @@ from wholestep.pipe.files.strict_json import shown
 from wholestep.runtime.checkpoint import folder as folders
 from wholestep.runtime.checkpoint.lock import FolderLock, lock
 from wholestep.runtime.checkpoint.randomness import random_state, set_random_state, try_random_state
-from wholestep.runtime.checkpoint.ranks import Ranks
+from wholestep.runtime.checkpoint.ranks import Ranks, meet
 from wholestep.runtime.checkpoint.reading import Archive
 from wholestep.runtime.checkpoint.state import (
     PER_RANK,
@@ -86,7 +87,7 @@ class Checkpoints:
         """
         self.wait()
         _refuse_reserved(state)
-        ranks = self._ranks()
+        ranks = self._ranks("Checkpoints.save")
         flush_all()
         temporary, first = ranks.on_first(lambda: (self._begin(step), step))
         content = ranks.together(lambda: _content(_same(step, first, state), per_rank or {}, ranks))
@@ -115,7 +116,7 @@ class Checkpoints:
         """
         self.wait()
         _refuse_reserved(state)
-        ranks = self._ranks()
+        ranks = self._ranks("Checkpoints.resume")
         found = self._newest(ranks)
         if found is None:
             return 0
@@ -123,7 +124,9 @@ class Checkpoints:
         own = per_rank or {}
         flush_all()
         changes = ranks.together(lambda: self._prepared(path, manifest, state, own, ranks))
-        self._make(path, changes, ranks)()
+        finish = self._make(path, changes, ranks)
+        with _telling(path):
+            finish()
         if ranks.is_first:
             logger.info("resumed from %s: %d steps are done", path, manifest.step)
         return manifest.step
@@ -154,7 +157,8 @@ class Checkpoints:
         with contextlib.suppress(CheckpointError) if kind is not None else contextlib.nullcontext():
             self.wait()
 
-    def _ranks(self) -> Ranks:
+    def _ranks(self, what: str) -> Ranks:
+        meet(what)
         if self._job is None:
             self._job = Ranks.of_job()
         return self._job
@@ -175,7 +179,7 @@ class Checkpoints:
         """The life of the writer: its failure is told at once, and raised by whoever asks next."""
         try:
             path = draft.finish()
-            if self.keep is not None and self._ranks().is_first:
+            if self.keep is not None and draft.ranks.is_first:
                 with contextlib.suppress(OSError):
                     folders.prune(self.folder, path, self.keep, self._torn)
         except Exception as error:
@@ -233,15 +237,14 @@ def load_checkpoint(path: str | Path, **state: Any) -> None:
             reason = folders.fault(path, manifest, list(manifest.files))
             if reason is not None:
                 raise CheckpointError(reason)
-        finish = make(prepare(state, Archive(path).read([(name,) for name in names_to_read(state)])))
-    finish()
+        make(prepare(state, Archive(path).read([(name,) for name in names_to_read(state)])))()
 
 
 def _content(state: Mapping[str, Any], per_rank: Mapping[str, Any], ranks: Ranks) -> State:
     """What this rank has to save, with what only it has."""
     common, own = collect(state), collect(per_rank)
     mine = {"random": random_state()} | ({"own": own.content} if own.content else {})
-    return State(common.content | {PER_RANK: {str(ranks.rank): mine}}, common.parameters, common.optimizers)
+    return replace(common, content=common.content | {PER_RANK: {str(ranks.rank): mine}})
 
 
 def _same(step: int, first: int, state: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -1,7 +1,8 @@
 """Ranks that write and read a checkpoint together: what one cannot do, none does.
 
-They talk over a gloo group of their own, so that a writer in the background never gets between the collectives of
-training. One thread at a time may use it: the caller's while no writer is at work, the writer's otherwise.
+They meet at the job's store first, where a rank that does not come can be named. Then they talk over a gloo group of
+their own, so that a writer in the background never gets between the collectives of training. One thread at a time may
+use it: the caller's while no writer is at work, the writer's otherwise.
 """
 
 from __future__ import annotations
@@ -11,11 +12,14 @@ import logging
 import os
 from collections.abc import Callable, Generator
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import Any, TypeVar, cast
 
 import torch.distributed as dist
 
-from wholestep.errors import CheckpointError
+from wholestep import _ranks_torch, _torch
+from wholestep.errors import CheckpointError, RankError
+from wholestep.runtime.agreement import first_of, room_of
 
 logger = logging.getLogger(__name__)
 
@@ -32,11 +36,11 @@ class Ranks:
 
     @staticmethod
     def of_job() -> Ranks:
-        """Made by all ranks at the same time."""
-        if not dist.is_available() or not dist.is_initialized() or dist.get_world_size() == 1:
+        """Made by all ranks at the same time, after they have met."""
+        if not _is_job():
             return Ranks(0, 1, None)
         warn_of_the_dead()
-        group = dist.new_group(backend="gloo")
+        group = dist.new_group(backend="gloo", timeout=timedelta(seconds=_timeout_s()))
         return Ranks(dist.get_rank(), dist.get_world_size(), cast("dist.ProcessGroup", group))
 
     @property
@@ -93,6 +97,42 @@ class Ranks:
             with _telling():
                 dist.all_gather_object(values, value, group=self.group)
         return values
+
+
+def meet(what: str) -> None:
+    """Wait until all ranks are at the same `what`, as long as collectives would; `CheckpointError` if one is not."""
+    if not _is_job():
+        return
+    job = dist.group.WORLD
+    assert job is not None
+    room, number = room_of(job, "checkpoints")
+    store, own = _torch.group_store(job), dist.get_rank()
+    place = f"{room}/checkpoints/{number}"
+    store.set(f"{place}/{own}", what)
+    for rank in range(dist.get_world_size()):
+        waiting = f"{what} waits for rank {rank}: all ranks have to call it, not only rank 0"
+        try:
+            found = first_of(store, [f"{place}/{rank}"], _timeout_s(), waiting, own)
+        except RankError as error:
+            raise CheckpointError(f"{what} failed: {error}") from error
+        if found is None:
+            raise CheckpointError(
+                f"rank {rank} does not take part in {what}: all ranks have to call it at the same point, not only "
+                f"rank {own}; each writes its share"
+            )
+        if found.decode() != what:
+            raise CheckpointError(f"rank {rank} is at {found.decode()} while rank {own} is at {what}")
+
+
+def _is_job() -> bool:
+    return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
+
+
+def _timeout_s() -> float:
+    """How long collectives of the job wait for a rank."""
+    job = dist.group.WORLD
+    assert job is not None
+    return _ranks_torch.group_timeout_s(job)
 
 
 def warn_of_the_dead() -> None:

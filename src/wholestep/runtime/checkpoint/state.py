@@ -10,7 +10,9 @@ values in place: first what may still refuse them, an object's own `load_state_d
 
 from __future__ import annotations
 
+import contextlib
 import copy
+import logging
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -22,6 +24,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
+from wholestep import _loading_torch
 from wholestep.errors import CheckpointError
 from wholestep.runtime.checkpoint.optimizers import (
     class_name,
@@ -31,6 +34,8 @@ from wholestep.runtime.checkpoint.optimizers import (
     refuse_other_names,
 )
 from wholestep.runtime.pipeline.pipe import Pipe
+
+logger = logging.getLogger(__name__)
 
 Objects = Mapping[str, Any]
 """What a user passed, by name: modules, optimizers, pipelines, objects with a state dict, dicts."""
@@ -59,12 +64,13 @@ class State:
     """The content of a checkpoint as this rank has it.
 
     `parameters` are the keys of parameters, `optimizers` the names of optimizers: their tensors are the same on all
-    ranks that have them.
+    ranks that have them. `whole` are the names of all other objects but modules: every rank has all of each.
     """
 
     content: dict[str, Any]
     parameters: frozenset[str]
     optimizers: tuple[str, ...]
+    whole: frozenset[str] = frozenset()
 
     def is_alike(self, key: str) -> bool:
         """Whether any rank may write an entry. Buffers, such as running means, may differ: the lowest rank's count."""
@@ -93,7 +99,8 @@ def collect(objects: Objects) -> State:
     optimizers = tuple(name for name, value in objects.items() if isinstance(value, Optimizer))
     if optimizers:
         content[_CLASSES] = {name: class_name(objects[name]) for name in optimizers}
-    return State(content, frozenset(parameters), optimizers)
+    whole = {name for name, value in objects.items() if not isinstance(value, Optimizer | nn.Module | Pipe)}
+    return State(content, frozenset(parameters), optimizers, frozenset(whole))
 
 
 def prepare(objects: Objects, content: Mapping[str, Any]) -> list[Change]:
@@ -112,7 +119,7 @@ def prepare(objects: Objects, content: Mapping[str, Any]) -> list[Change]:
             apply = prepare_optimizer(name, value, _names(value, objects), saved)
             changes.append(Change(apply, _restoring(value)))
         elif isinstance(value, nn.Module | Pipe):
-            changes.append(Change(_prepare_module(name, _module_of(value), saved)))
+            changes.append(_prepare_module(name, _module_of(value), saved))
         elif isinstance(value, dict):
             changes.append(Change(_filling(cast("dict[Any, Any]", value), saved)))
         else:
@@ -131,8 +138,7 @@ def make(changes: Sequence[Change]) -> Apply:
                 undone.append(change.undo)
                 change.apply()
     except Exception:
-        for undo in reversed(undone):
-            undo()
+        _undo_all(undone)
         raise
 
     def finish() -> None:
@@ -145,9 +151,16 @@ def make(changes: Sequence[Change]) -> Apply:
 
 def unmake(changes: Sequence[Change]) -> None:
     """Undo what `make` has done: another rank could not."""
-    for change in reversed(changes):
-        if change.undo is not None:
-            change.undo()
+    _undo_all([change.undo for change in changes if change.undo is not None])
+
+
+def _undo_all(undone: Sequence[Apply]) -> None:
+    """What an object of the user's refuses to take back keeps none of the others from getting theirs."""
+    for undo in reversed(undone):
+        try:
+            undo()
+        except Exception as error:
+            logger.error("after a checkpoint could not be loaded, an object refused to be put back: %s", error)
 
 
 def names_to_read(objects: Objects) -> list[str]:
@@ -176,18 +189,47 @@ def _module_of(value: nn.Module | Pipe) -> nn.Module:
     return _module_of(inner) if isinstance(inner, nn.Module) else module
 
 
-def _prepare_module(name: str, module: nn.Module, saved: Mapping[str, Any]) -> Apply:
+def _prepare_module(name: str, module: nn.Module, saved: Mapping[str, Any]) -> Change:
+    """A module loads itself; torch's own code for that does not refuse what has the right names and shapes."""
     state = module.state_dict()
     refuse_other_names(name, set(state), set(saved))
     for key, value in state.items():
         if isinstance(value, torch.Tensor) and _shape(saved[key]) != value.shape:
             raise CheckpointError(f"{name}.{key} has shape {_shape(saved[key])} in it and {tuple(value.shape)} here")
     state.update(saved)  # what else the state dict carries, the versions of modules, stays
-    return lambda: _load_module(module, state)
+
+    def load() -> None:
+        module.load_state_dict(state)
+
+    return Change(load, _restoring_module(module) if _loading_torch.runs_own_code(module) else None)
 
 
-def _load_module(module: nn.Module, state: Mapping[str, Any]) -> None:
-    module.load_state_dict(state)
+def _restoring_module(module: nn.Module) -> Apply:
+    """Put attributes, values and extra state of a module back; costs a copy of it in the memory of the host."""
+    parts = [_restoring(part) for part in module.modules()]
+    tables = [(table, dict(table)) for part in module.modules() for table in _loading_torch.tensor_tables(part)]
+    tensors = {id(t): t for _, table in tables for t in table.values() if t is not None}
+    values = {key: tensor.detach().to("cpu", copy=True) for key, tensor in tensors.items()}
+    extras = [
+        (part, copy.deepcopy(part.get_extra_state()))
+        for part in module.modules()
+        if _loading_torch.has_extra_state(part)
+    ]
+
+    def restore() -> None:
+        for part in parts:
+            part()
+        for table, before in tables:
+            table.clear()
+            table.update(before)
+        with torch.no_grad():
+            for key, tensor in tensors.items():
+                tensor.detach().copy_(values[key])
+        for part, extra in extras:
+            with contextlib.suppress(Exception):  # it may be the one that refused, and changed nothing
+                part.set_extra_state(extra)
+
+    return restore
 
 
 def _shape(value: Any) -> tuple[int, ...] | None:
@@ -242,22 +284,33 @@ def _counting(pipe: Pipe, num_steps: int) -> Apply:
     return count
 
 
-def _kept(value: Any, where: str) -> Any:
+def _kept(value: Any, where: str, *, is_part: bool = False) -> Any:
     """A value as DCP stores it without loss: it takes dicts apart, makes their keys text, and forgets empty ones.
 
-    Dicts with other keys, and empty ones, are therefore kept whole. Objects of other classes are refused: reading them
-    again would mean running their code.
+    Dicts with other keys, empty ones, and within an object those of classes that it forgets (a `Counter`) are therefore
+    kept whole; those with tensors come back as plain dicts. Objects of other classes are refused: reading them again
+    would mean running their code.
     """
     if isinstance(value, torch.Tensor):
         if isinstance(value, DTensor) or value.layout != torch.strided:
             raise CheckpointError(f"{where} is a sharded or sparse tensor, which these checkpoints do not hold")
+        if value.device.type == "meta":
+            raise CheckpointError(f"{where} is a tensor on the meta device, which has no values to save")
         return value
     if isinstance(value, Mapping):
-        items = {key: _kept(item, f"{where}.{key}") for key, item in cast("Mapping[Any, Any]", value).items()}
+        items = {
+            key: _kept(item, f"{where}.{key}", is_part=True) for key, item in cast("Mapping[Any, Any]", value).items()
+        }
         is_text = bool(items) and all(isinstance(key, str) for key in items)
-        return items if is_text else (_WHOLE, value if type(value) in (Counter, OrderedDict) else items)
+        is_odd = type(value) in (Counter, OrderedDict)
+        if is_text and not (is_odd and is_part and not _has_tensors(value)):
+            return items
+        return _WHOLE, value if is_odd else items
     if type(value) in (list, tuple):
-        return type(value)(_kept(item, f"{where}[{index}]") for index, item in enumerate(value))
+        parts = [_kept(item, f"{where}[{index}]", is_part=True) for index, item in enumerate(value)]
+        if type(value) is list:
+            return parts
+        return (_WHOLE, parts) if _is_whole(value) else tuple(parts)
     if type(value) in _SCALARS:
         return value
     raise CheckpointError(
@@ -266,13 +319,28 @@ def _kept(value: Any, where: str) -> Any:
     )
 
 
+def _has_tensors(value: Any) -> bool:
+    if isinstance(value, Mapping):
+        return any(map(_has_tensors, cast("Mapping[Any, Any]", value).values()))
+    if isinstance(value, (list, tuple)):
+        return any(map(_has_tensors, cast("list[Any]", value)))
+    return isinstance(value, torch.Tensor)
+
+
+def _is_whole(value: Any) -> bool:
+    """Whether a value is what `_kept` makes of something that it keeps whole, or looks like it."""
+    return type(value) is tuple and len(value) == 2 and isinstance(value[0], str) and value[0] == _WHOLE
+
+
 def _released(value: Any) -> Any:
     """What `_kept` was given."""
+    if _is_whole(value):
+        inner: Any = value[1]
+        if type(inner) is list:  # a tuple that looked like something kept whole
+            return tuple(_released(item) for item in cast("list[Any]", inner))
+        return inner if type(inner) in (Counter, OrderedDict) else _released(inner)
     if type(value) is tuple:
-        items = cast("tuple[Any, ...]", value)
-        if len(items) == 2 and isinstance(items[0], str) and items[0] == _WHOLE:
-            return items[1] if type(items[1]) in (Counter, OrderedDict) else _released(items[1])
-        return tuple(_released(item) for item in items)
+        return tuple(_released(item) for item in cast("tuple[Any, ...]", value))
     if isinstance(value, list):
         return [_released(item) for item in cast("list[Any]", value)]
     if isinstance(value, dict):

@@ -37,43 +37,49 @@ class _Writer(FileSystemWriter):
 
 @dataclass(frozen=True)
 class _Offer:
-    """What a rank could write; of `fixed` entries, that of the lowest rank counts. `leaves` are hashes of values."""
+    """What a rank could write; of `fixed` entries, that of the lowest rank counts.
+
+    `leaves` are hashes of values, `everywhere` the entries that all ranks must have.
+    """
 
     plan: SavePlan
     fixed: frozenset[str]
     leaves: Mapping[str, str]
+    everywhere: frozenset[str]
 
 
 class Draft:
     """A checkpoint that is being written. Made, and finished, by all ranks together."""
 
     def __init__(self, temporary: Path, step: int, state: State, ranks: Ranks) -> None:
-        self._temporary, self._step, self._ranks = temporary, step, ranks
+        self.ranks = ranks
+        self._temporary, self._step = temporary, step
         self._planner = DefaultSavePlanner()
         self._writer = _Writer(temporary, per_thread_copy_ahead=0)
         self._metadata = Metadata({})
         offers = ranks.to_first(lambda: self._offer(state))
         self._plan = self._planner.finish_plan(ranks.from_first(lambda: self._decide(offers)))
-        self._planner.state_dict = {
-            item.index.fqn: _copied(self._planner.state_dict[item.index.fqn]) for item in self._plan.items
-        }
+        self._planner.state_dict = ranks.together(self._copied)
+
+    def _copied(self) -> dict[str, Any]:
+        return {item.index.fqn: _copied(self._planner.state_dict[item.index.fqn]) for item in self._plan.items}
 
     def finish(self) -> Path:
         """Write, and give the checkpoint its name once all ranks have written; returns its place."""
-        written = self._ranks.to_first(self._write)
-        return self._ranks.on_first(lambda: self._commit(written))
+        written = self.ranks.to_first(self._write)
+        return self.ranks.on_first(lambda: self._commit(written))
 
     def _offer(self, state: State) -> _Offer:
-        self._writer.set_up_storage_writer(self._ranks.is_first)
+        self._writer.set_up_storage_writer(self.ranks.is_first)
         try:
-            self._planner.set_up_planner(state.content, is_coordinator=self._ranks.is_first)
+            self._planner.set_up_planner(state.content, is_coordinator=self.ranks.is_first)
         except ValueError as error:
             raise CheckpointError(f"two entries have the same name: {error}") from error
         plan = self._writer.prepare_local_plan(self._planner.create_local_plan())
         flat: dict[str, Any] = self._planner.state_dict
         fixed = frozenset(key for key in flat if not state.is_alike(key))
         leaves = {key: _mark(value) for key, value in flat.items() if not isinstance(value, torch.Tensor)}
-        return _Offer(plan, fixed, leaves)
+        return _Offer(plan, fixed, leaves, frozenset(key for key in flat if key.partition(".")[0] in state.whole))
 
     def _decide(self, offers: list[_Offer]) -> list[SavePlan]:
         _refuse_differences(offers)
@@ -94,7 +100,7 @@ class Draft:
         files[METADATA] = folders.FileFacts.of(self._temporary / METADATA)
         try:
             with _telling_of_the_disk(self._temporary.parent):
-                return folders.commit(self._temporary, self._step, self._ranks.world, files)
+                return folders.commit(self._temporary, self._step, self.ranks.world, files)
         except folders.MissingFileError as error:
             raise CheckpointError(
                 f"rank 0 does not find in {self._temporary.parent} what all ranks wrote ({error}): the folder must be "
@@ -133,6 +139,14 @@ def _is_fixed(item: WriteItem, offer: _Offer) -> bool:
 
 def _refuse_differences(offers: list[_Offer]) -> None:
     """Numbers and text have to be the same on all ranks: only one rank's are kept."""
+    for rank, offer in enumerate(offers):
+        odd = sorted(offer.everywhere ^ offers[0].everywhere)
+        if odd:
+            has, lacks = (rank, 0) if odd[0] in offer.everywhere else (0, rank)
+            raise CheckpointError(
+                f"'{odd[0]}' is there on rank {has} and not on rank {lacks}: what each rank has of its own goes into "
+                "per_rank={...}"
+            )
     known: dict[str, tuple[int, str]] = {}
     for rank, offer in enumerate(offers):
         for key, mark in offer.leaves.items():

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import functools
 from collections import Counter, OrderedDict
 from pathlib import Path
 from typing import Any
@@ -143,6 +145,8 @@ def test_containers_and_tensors_in_dicts(tmp_path: Path) -> None:
     value = {
         "counts": Counter({3: 1}),
         "ordered": OrderedDict([(2, "b"), (1, "a")]),
+        "words": [Counter("aab"), {"deep": OrderedDict([("b", 1), ("a", (2,))])}],
+        "odd text": (("wholestep: kept whole", 5), ("wholestep: kept whole", {"a": ("wholestep: kept whole", [1])})),
         "tensors": [torch.arange(3), {"deep": (torch.ones(2, dtype=torch.bfloat16),)}],
         "dtype": (torch.float16, torch.Size([2]), 1 + 2j, float("inf")),
     }
@@ -163,6 +167,7 @@ class Odd:
         ({"extra": {"a": b"bytes"}}, r"extra\.a is a bytes"),
         ({"extra": 3}, "extra is a int: a checkpoint holds modules"),
         ({"extra": {"a": torch.eye(2).to_sparse()}}, r"extra\.a is a sharded or sparse tensor"),
+        ({"extra": {"a": torch.ones(2, device="meta")}}, r"extra\.a is a tensor on the meta device"),
         ({"per.rank": {}}, r"'per\.rank' cannot be the name"),
         ({"extra": {"a": {"b": 1}, "a.b": 2}}, "two entries have the same name"),
     ],
@@ -355,3 +360,57 @@ def test_an_object_that_refuses_its_state_leaves_all_as_it_was(order: tuple[str,
     assert torch.equal(state["model"].weight, weight)
     assert (state["first"].seen, state["second"].seen) == (0, 0)
     assert other["optimizer"].param_groups[0]["lr"] == 0.5
+
+
+class Choosy(nn.Module):
+    """Has state of its own, and may refuse to load it."""
+
+    def __init__(self, refuses: bool = False) -> None:
+        super().__init__()
+        self.first = nn.Linear(2, 2)
+        self.seen = [0]
+        self.refuses = refuses
+
+    def get_extra_state(self) -> Any:
+        return {"seen": list(self.seen)}
+
+    def set_extra_state(self, state: Any) -> None:
+        if self.refuses:
+            raise ValueError("no such extra")
+        self.seen[:] = state["seen"]
+
+
+def refuse(*_: Any) -> None:
+    raise KeyError("a hook refuses")
+
+
+@pytest.mark.parametrize("how", ["extra state", "hook before", "hook after"])
+@pytest.mark.parametrize("loader", ["resume", "load_checkpoint"])
+def test_a_module_that_refuses_leaves_everything_as_it_was(how: str, loader: str, tmp_path: Path) -> None:
+    """D12: what was loaded before it is put back, and it is a `CheckpointError` that says so."""
+
+    def world(refuses: bool) -> dict[str, Any]:
+        module, other = Choosy(refuses and how == "extra state"), Choosy()
+        optimizer = SGD([*module.parameters(), *other.parameters()], lr=0.1, momentum=0.9)
+        return {"note": {"n": 0}, "optimizer": optimizer, "other": other, "module": module}
+
+    there = world(refuses=False)
+    there["note"]["n"], there["other"].seen[0] = 5, 5
+    for parameter in [*there["module"].parameters(), *there["other"].parameters()]:
+        parameter.grad = torch.ones_like(parameter)
+    there["optimizer"].step()
+    there["optimizer"].param_groups[0]["lr"] = 0.5
+    checkpoints = saved(tmp_path, **there)
+
+    here = world(refuses=True)
+    if how == "hook before":
+        here["module"].first.register_load_state_dict_pre_hook(refuse)
+    if how == "hook after":
+        here["module"].first.register_load_state_dict_post_hook(refuse)
+    before = {name: copy.deepcopy(here[name].state_dict()) for name in ("optimizer", "other", "module")}
+    path = next(tmp_path.glob("step-*"))
+    load = checkpoints.resume if loader == "resume" else functools.partial(wholestep.load_checkpoint, path)
+    with pytest.raises(CheckpointError, match="no such extra" if how == "extra state" else "a hook refuses"):
+        load(**here)
+    assert here["note"] == {"n": 0}
+    assert {name: repr(here[name].state_dict()) for name in before} == {name: repr(v) for name, v in before.items()}

@@ -1,0 +1,160 @@
+"""Before the first collective of each call, every rank knows that all ranks run the same call of the same graph.
+
+What ranks send is told apart by its order only. Ranks that choose different graphs, models or steps in one call would
+average gradients that have nothing to do with each other, or die of a message of another size. So each call begins with
+a word from every rank: which call it is, of what, with which numbers, and in how many calls it has sent something (if a
+call raises before that on all ranks they can go on, if on one they cannot). The word travels while the forward runs,
+over connections of its own, and is heard before the first gradient is sent, when it has long arrived.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import weakref
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from datetime import timedelta
+from functools import cached_property
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from wholestep import _ranks_torch
+from wholestep.capture.binding import Binding
+from wholestep.errors import RankError
+from wholestep.runtime.agreement import Ranks, lost_peer, require_same, room_of
+
+_MARK_BYTES = 8
+_POLL_S = 1.0
+
+
+@dataclass(frozen=True)
+class Part:
+    """What a rank does in a call, as far as all ranks have to do the same.
+
+    `facts` stay as they are from call to call; `numbers` are where Python numbers come from that enter updates, and
+    `tensors` the slots of tensors that do, other than parameters and optimizer state.
+    """
+
+    facts: Mapping[str, Any]
+    numbers: Mapping[str, Binding]
+    tensors: Sequence[str] = ()
+
+    @cached_property
+    def mark(self) -> int:
+        return _mark(json.dumps(dict(self.facts), sort_keys=True))
+
+    def values(self, leaves: list[Any]) -> dict[str, int | float]:
+        """The numbers of one call; a number that the user keeps in a tensor is not looked at here."""
+        found = {name: where.read(leaves) for name, where in self.numbers.items()}
+        return {name: value for name, value in found.items() if isinstance(value, (int, float))}
+
+
+@dataclass(frozen=True)
+class _Spoken:
+    """A word that has been sent, and those of all ranks once they are here."""
+
+    work: dist.Work
+    words: list[torch.Tensor]
+    ranks: Ranks
+    number: int
+    step: str
+    part: Part
+    values: Mapping[str, int | float]
+
+
+class RollCall:
+    """The words of one process group; all steps that run on it share one, as they share its order."""
+
+    def __init__(self, ranks: Ranks) -> None:
+        room = f"{room_of(ranks.group, 'roll calls')[0]}/roll calls"
+        self._channel = _ranks_torch.side_channel(ranks.group, room, _ranks_torch.group_timeout_s(ranks.group))
+        self._ranks = replace(ranks, number=0, room=room)
+        self._num_words = 0
+        self._num_sent = 0
+        self._spoken: _Spoken | None = None
+
+    @staticmethod
+    def of(ranks: Ranks) -> RollCall:
+        """The one of a group; the first time all its ranks ask together."""
+        if ranks.group not in _known:
+            _known[ranks.group] = RollCall(ranks)
+        return _known[ranks.group]
+
+    def speak(self, ranks: Ranks, step: str, part: Part, number: int, leaves: list[Any]) -> None:
+        """Tell the others what this rank is about to run; returns at once. `ranks` are those of the step."""
+        values = part.values(leaves)
+        said = [part.mark, number, _mark(repr(list(values.values()))), self._num_sent]
+        mine = torch.tensor(said, dtype=torch.int64)
+        words = [torch.empty_like(mine) for _ in range(self._ranks.world)]
+        self._num_words += 1
+        try:
+            work = self._channel.allgather([words], [mine])
+        except RuntimeError as error:
+            raise lost_peer(f"the start of call {number} of {step}", error) from error
+        self._spoken = _Spoken(work, words, ranks, number, step, part, values)
+        _silent[self._ranks.name] = self
+
+    @property
+    def has_sent(self) -> bool:
+        """Whether this rank has sent something in the call that it spoke of last."""
+        return self._ranks.name not in _silent
+
+    def send(self) -> None:
+        """This rank is about to send what belongs to the call: hear the others first."""
+        self.hear()
+        if _silent.pop(self._ranks.name, None) is not None:
+            self._num_sent += 1
+
+    def hear(self) -> None:
+        """Raise `RankError`, on every rank, unless all have said the same."""
+        spoken, self._spoken = self._spoken, None
+        if spoken is None:
+            return
+        while not _has_come(spoken):
+            spoken.ranks.require_none_failed(f"{spoken.number}/step")
+        said = [word.tolist() for word in spoken.words]
+        if any(each != said[0] for each in said):
+            self._tell(spoken)
+
+    def _tell(self, spoken: _Spoken) -> None:
+        """Ranks differ, and all know: say in what."""
+        facts = {
+            **spoken.part.facts,
+            "the numbers of calls": {spoken.step: spoken.number},
+            "numbers that updates are made with": dict(spoken.values),
+            "the calls so far whose gradients were sent (a call that raised has not)": {"calls": self._num_sent},
+        }
+        by_rank = self._ranks.exchange(f"word {self._num_words}", facts)
+        for what in facts:
+            require_same(f"in one call, {what}", [each[what] for each in by_rank])
+        raise RankError("ranks do not run the same call of the same step; they must call their steps in one order")
+
+
+# By group, as long as it lives.
+_known: weakref.WeakKeyDictionary[dist.ProcessGroup, RollCall] = weakref.WeakKeyDictionary()
+# Those that have spoken and not sent yet, by the name of the group.
+_silent: dict[str, RollCall] = {}
+
+
+def before_sending(group: str) -> None:
+    """Something is about to be sent to the ranks of a group."""
+    if group in _silent:
+        _silent[group].send()
+
+
+def _has_come(spoken: _Spoken) -> bool:
+    """Wait for the words of a call, but not for long: a rank that fails before it speaks says so elsewhere."""
+    try:
+        spoken.work.wait(timedelta(seconds=_POLL_S))
+    except RuntimeError as error:
+        if not spoken.work.is_completed():
+            return False
+        raise lost_peer(f"the start of call {spoken.number} of {spoken.step}", error) from error
+    return True
+
+
+def _mark(text: str) -> int:
+    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:_MARK_BYTES], "big", signed=True)

@@ -1,0 +1,236 @@
+"""Ranks that run something else in one call learn it before the first collective of that call (D5, D18, D6).
+
+Everything they run has been agreed on before: only what is chosen in the odd call differs. Rank 1 is the odd one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from tests.distributed.ranks import run_ranks
+from torch import Tensor, nn
+from torch.optim import SGD, Optimizer
+
+import wholestep
+from wholestep import CaptureError, RankError, VerificationError
+from wholestep.runtime import differential
+
+pytestmark = pytest.mark.distributed
+
+CALLS = 7
+"""Not one of those (2, 4, 8, ...) in which ranks compare what may change with every call."""
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a = nn.Linear(4, 5)
+        self.b = nn.Linear(5, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.b(torch.tanh(self.a(x)))
+
+
+def train(model: nn.Module, optimizer: Optimizer, x: Tensor) -> None:
+    optimizer.zero_grad()
+    model(x).square().mean().backward()
+    optimizer.step()
+
+
+def train_otherwise(model: nn.Module, optimizer: Optimizer, x: Tensor) -> None:
+    optimizer.zero_grad()
+    model(x).abs().mean().backward()
+    optimizer.step()
+
+
+def train_clipped(model: nn.Module, optimizer: Optimizer, x: Tensor, clips: bool) -> None:
+    optimizer.zero_grad()
+    model(x).square().mean().backward()
+    if clips:
+        nn.utils.clip_grad_norm_(model.parameters(), 0.01)
+    optimizer.step()
+
+
+def train_scaled(model: nn.Module, optimizer: Optimizer, x: Tensor, scale: float) -> None:
+    optimizer.zero_grad()
+    model(x).square().mean().backward()
+    for parameter in model.parameters():
+        assert parameter.grad is not None
+        parameter.grad.mul_(scale)
+    optimizer.step()
+
+
+def compiled(function: Callable[..., None], cross_iteration: str = "none") -> Any:
+    return wholestep.compile(function, data_parallel="replicate", cross_iteration=cross_iteration)
+
+
+def pair() -> tuple[Net, SGD]:
+    model = Net()
+    return model, SGD(model.parameters(), lr=0.1, momentum=0.9)
+
+
+def batch(number: int) -> Tensor:
+    return torch.randn(6, 4, generator=torch.Generator().manual_seed(10 * number + dist.get_rank()))
+
+
+def swapped(steps: list[Any], pairs: list[tuple[Net, SGD]]) -> list[Net]:
+    """Two kinds of call in turn; in the last turn rank 1 makes the second one first."""
+    for number in range(CALLS):
+        kinds = list(zip(steps, pairs, strict=True))
+        if number == CALLS - 1 and dist.get_rank() == 1:
+            kinds.reverse()
+        for step, (model, optimizer) in kinds:
+            step(model, optimizer, batch(number))
+    return [model for model, _ in pairs]
+
+
+def models_in_another_order(pairs: list[tuple[Net, SGD]]) -> None:
+    step = compiled(train, "all")
+    swapped([step, step], pairs)
+
+
+def steps_in_another_order(pairs: list[tuple[Net, SGD]]) -> None:
+    swapped([compiled(train), compiled(train_otherwise)], pairs)
+
+
+def another_optimizer(pairs: list[tuple[Net, SGD]]) -> None:
+    (model, optimizer), step = pairs[0], compiled(train)
+    other = SGD(model.parameters(), lr=0.1, momentum=0.9)
+    for number in range(CALLS):
+        is_other = dist.get_rank() == 1 if number == CALLS - 1 else number % 2 == 1
+        step(model, other if is_other else optimizer, batch(number))
+
+
+def clipping_on_one_rank(pairs: list[tuple[Net, SGD]]) -> None:
+    (model, optimizer), step = pairs[0], compiled(train_clipped)
+    for number in range(CALLS):
+        step(model, optimizer, batch(number), dist.get_rank() == 1 if number == CALLS - 1 else number % 2 == 1)
+
+
+def a_layer_frozen_on_one_rank(pairs: list[tuple[Net, SGD]]) -> None:
+    (model, optimizer), step = pairs[0], compiled(train)
+    for number in range(CALLS):
+        model.a.requires_grad_(dist.get_rank() == 1 if number == CALLS - 1 else number % 2 == 1)
+        step(model, optimizer, batch(number))
+
+
+def another_number(pairs: list[tuple[Net, SGD]]) -> None:
+    (model, optimizer), step = pairs[0], compiled(train_scaled, "all")
+    for number in range(CALLS):
+        step(model, optimizer, batch(number), 1 / (1 + number + (number == CALLS - 1) * dist.get_rank()))
+
+
+def another_rate(pairs: list[tuple[Net, SGD]]) -> None:
+    (model, optimizer), step = pairs[0], compiled(train)
+    for number in range(CALLS):
+        optimizer.param_groups[0]["lr"] = 0.1 + 0.1 * (number == CALLS - 1) * dist.get_rank()
+        step(model, optimizer, batch(number))
+
+
+def another_constant(pairs: list[tuple[Net, SGD]]) -> None:
+    (model, optimizer), scale = pairs[0], torch.tensor(0.5 + dist.get_rank())
+
+    def step(model: nn.Module, optimizer: Optimizer, x: Tensor) -> None:
+        train_scaled(model, optimizer, x, scale)  # pyright: ignore[reportArgumentType]
+
+    compiled(step)(model, optimizer, batch(0))
+
+
+def other_values_in_the_state(pairs: list[tuple[Net, SGD]]) -> None:
+    model, optimizer = pairs[0]
+    for parameter in model.parameters():
+        optimizer.state[parameter]["momentum_buffer"] = torch.full_like(parameter, dist.get_rank())
+    compiled(train)(model, optimizer, batch(0))
+
+
+def train_by_own_loss(model: nn.Module, optimizer: Optimizer, x: Tensor) -> None:
+    optimizer.zero_grad()
+    loss = model(x).square().mean()
+    loss.backward()
+    for parameter in model.parameters():
+        assert parameter.grad is not None
+        parameter.grad.mul_(loss.detach())
+    optimizer.step()
+
+
+def an_update_by_the_own_loss(pairs: list[tuple[Net, SGD]]) -> None:
+    compiled(train_by_own_loss)(*pairs[0], batch(0))
+
+
+SCENARIOS: dict[Callable[[list[tuple[Net, SGD]]], None], list[str]] = {
+    models_in_another_order: ["the models", "a.weight"],
+    steps_in_another_order: ["the compiled steps", "'train ", "'train_otherwise "],
+    another_optimizer: ["the optimizers"],
+    clipping_on_one_rank: ["clipping and updates"],
+    a_layer_frozen_on_one_rank: ["the gradients", "a.weight"],
+    another_number: ["numbers that updates are made with", "0.125"],
+    another_rate: ["numbers that updates are made with", "0.2"],
+    another_constant: ["tensors that updates are made with", "0.5", "1.5"],
+    other_values_in_the_state: ["state of a.weight['momentum_buffer']"],
+    an_update_by_the_own_loss: ["test_same_call.py", "the update of a.weight is computed from this rank's own batch"],
+}
+
+
+@dataclass(frozen=True)
+class Ending:
+    text: str
+    parameters: list[Tensor]
+
+
+def endings() -> dict[str, Ending]:
+    """All scenarios, one after another: a group whose ranks have heard each other in time can be used again."""
+    found: dict[str, Ending] = {}
+    for scenario in SCENARIOS:
+        torch.manual_seed(0)
+        pairs = [pair(), pair()]
+        text = ""
+        try:
+            scenario(pairs)
+        except (RankError, CaptureError) as error:
+            text = str(error)
+        found[scenario.__name__] = Ending(text, [p.detach().clone() for model, _ in pairs for p in model.parameters()])
+    return found
+
+
+def test_ranks_that_run_something_else() -> None:
+    first, second = run_ranks(endings, 2)
+    for scenario, named in SCENARIOS.items():
+        mine, other = first[scenario.__name__], second[scenario.__name__]
+        for word in named:
+            assert word in mine.text, (scenario, mine.text)
+            assert word in other.text, (scenario, other.text)
+        assert all(map(torch.equal, mine.parameters, other.parameters)), scenario
+
+
+def _difference_on_rank_1() -> tuple[list[tuple[int, bool]], list[Tensor]]:
+    """Rank 1 finds a difference in its second call; the link is measured, with another default dtype there."""
+    model, optimizer = pair()
+    step = wholestep.compile(train, data_parallel="replicate", verify=3)
+    refused: list[tuple[int, bool]] = []
+    compare, is_odd = differential.compare, dist.get_rank() == 1
+    torch.set_default_dtype(torch.float64 if is_odd else torch.float32)
+    try:
+        for number in range(5):
+            if is_odd and number == 1:
+                differential.compare = lambda expected, found: {"param.a.weight": 1e-3}
+            try:
+                step(model, optimizer, batch(number).float())
+            except VerificationError as error:
+                refused.append((number, "on rank 1" in str(error)))
+            differential.compare = compare
+    finally:
+        torch.set_default_dtype(torch.float32)
+        differential.compare = compare
+    return refused, [parameter.detach().clone() for parameter in model.parameters()]
+
+
+def test_the_verdict_of_a_check_is_one_for_all_ranks() -> None:
+    """D15: the state before the call is back everywhere. D19: ranks may have other default dtypes."""
+    (refused, mine), (refused_too, other) = run_ranks(_difference_on_rank_1, 2)
+    assert refused == refused_too == [(1, True)]
+    assert all(map(torch.equal, mine, other))
