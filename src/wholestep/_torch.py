@@ -436,14 +436,15 @@ def own_buffers(module: torch.nn.Module) -> dict[str, torch.Tensor | None]:
 
 def tensor_hooks(tensor: torch.Tensor) -> list[Callable[..., Any]]:
     """Hooks that run when a leaf's gradient is computed or accumulated."""
-    return [*_gradient_hooks(tensor), *_accumulated_hooks(tensor)]
+    return [*_gradient_hooks(tensor), *accumulated_hooks(tensor)]
 
 
 def _gradient_hooks(tensor: torch.Tensor) -> list[Callable[..., Any]]:
     return list((tensor._backward_hooks or {}).values())
 
 
-def _accumulated_hooks(tensor: torch.Tensor) -> list[Callable[..., Any]]:
+def accumulated_hooks(tensor: torch.Tensor) -> list[Callable[..., Any]]:
+    """Hooks that run after a leaf's gradient was added to what is there."""
     return list((getattr(tensor, "_post_accumulate_grad_hooks", None) or {}).values())
 
 
@@ -461,7 +462,7 @@ def carry_hooks(
 
     for hook in map(tell, _gradient_hooks(real)):
         twin.register_hook(functools.partial(call, hook))
-    for hook in map(tell, _accumulated_hooks(real)):
+    for hook in map(tell, accumulated_hooks(real)):
         twin.register_post_accumulate_grad_hook(lambda _, hook=hook: call(hook, real))
 
 

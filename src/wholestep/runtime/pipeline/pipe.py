@@ -15,9 +15,8 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from wholestep._recording_torch import RANDOM_STATE
 from wholestep.capture import Capture, capture, tree
-from wholestep.capture.record import Filling, ReadGuard
+from wholestep.capture.record import Filling
 from wholestep.errors import PipelineError
 from wholestep.graph import SlotKind, StepGraph
 from wholestep.lower import Decompose, Lower, Masks
@@ -30,9 +29,9 @@ from wholestep.pipe.follow import borders_like, check_slots, is_like
 from wholestep.pipe.schedules import forward_only
 from wholestep.remat import StepBudget, fit_lowered_step, fit_step
 from wholestep.runtime.agreement import is_due
-from wholestep.runtime.owner_guards import found_type
 from wholestep.runtime.pipeline.batches import MicroBatches, joined, mean, split_batch
 from wholestep.runtime.pipeline.calls import Calls
+from wholestep.runtime.pipeline.checks import CaptureGuard, refuse_hooks, refuse_python, signature
 from wholestep.runtime.pipeline.draws import number_draws
 from wholestep.runtime.pipeline.facts import call_facts, given_facts, made_facts
 from wholestep.runtime.pipeline.losses import LossFunction, loss_of
@@ -97,7 +96,7 @@ class _Compiled:
     plan: SplitPlan | None
     schedule: Schedule
     run: LocalPipeline | PipelineRank
-    reads: ReadGuard
+    guard: CaptureGuard
 
 
 class Pipe:
@@ -233,15 +232,18 @@ class Pipe:
         return self._current
 
     def _compiled_for(self, batches: MicroBatches, kind: _Kind, call: str, calls: Calls | None) -> _Compiled:
-        smallest = () if batches.num_large == len(batches.sizes) else _signature(self.model, batches.arguments[-1])
-        key = (kind, batches.num_large, _signature(self.model, batches.arguments[0]), smallest)
-        if calls is not None:
-            self._tell(key, batches, call, calls)
+        smallest = () if batches.num_large == len(batches.sizes) else signature(self.model, batches.arguments[-1])
+        key = (kind, batches.num_large, signature(self.model, batches.arguments[0]), smallest)
         known = self._compiled.get(key)
         given = SimpleNamespace(args=(self.model, *batches.arguments[0], None), kwargs={})
-        changed = None if known is None else known.reads.check(given)
+        changed = None if known is None else known.guard.check(given)
+        if changed is not None:
+            logger.warning("the pipeline is captured again because %s", changed)
+        if calls is not None:
+            self._tell(key, batches, call, calls, is_new=known is None or changed is not None)
         if known is not None and changed is not None:
-            logger.warning("the pipeline is captured again because %s", changed.reason)
+            if calls is not None:
+                calls.require_same()  # connections are given back by all or by none
             self._compiled.pop(key).run.close()
         if key not in self._compiled:
             started = time.perf_counter()
@@ -249,11 +251,12 @@ class Pipe:
             logger.info("captured a pipeline in %.1f s", time.perf_counter() - started)
         return self._compiled[key]
 
-    def _tell(self, key: Any, batches: MicroBatches, call: str, calls: Calls) -> None:
+    def _tell(self, key: Any, batches: MicroBatches, call: str, calls: Calls, *, is_new: bool) -> None:
         """Say what this rank does, and see now and then that optimizers are still alike."""
         if key not in self._described:
             self._described[key] = call_facts(call, self.model, batches, tree.flatten(batches.arguments[0])[0])
-        calls.tell(self._described[key] | {"the number of steps before it": self._num_steps})
+        runs = "a new capture" if is_new else "a known capture"
+        calls.tell(self._described[key] | {"the number of steps before it": self._num_steps, "what it runs": runs})
         if self.options.optimizer is not None and is_due(calls.number):
             facts = option_facts("optimizer", self.options.optimizer)
             calls.require_same()
@@ -264,6 +267,8 @@ class Pipe:
         if calls is not None:
             calls.require_same()
             calls.ranks.require_agreement(calls.moment("given"), given_facts(self.model, self.options))
+        if kind.is_training:
+            refuse_hooks(self.model)
         captured, graph = self._captured(batches.arguments[0], batches.shares[0], kind)
         names = [node.name for node in graph.calls()]
         remat = self._remat(graph, kind)
@@ -280,7 +285,7 @@ class Pipe:
             run = self._connected(graphs, schedule, calls)
         if kind.is_training:
             self._forget_evaluations()
-        return _Compiled(graphs, plan, schedule, run, ReadGuard(list(captured.recording.roots), found_type))
+        return _Compiled(graphs, plan, schedule, run, CaptureGuard(captured))
 
     def _small(
         self,
@@ -309,7 +314,7 @@ class Pipe:
     def _captured(self, arguments: Any, share: float, kind: _Kind) -> tuple[Capture, StepGraph]:
         """One micro-batch as it was captured, and with ops as those who run it like them."""
         captured = self._capture(arguments, share, kind)
-        _refuse_python(captured)
+        refuse_python(captured)
         graph = run_passes(captured.graph, _PASSES)
         number_draws(graph)
         is_lowered = self.options.lower == "inductor"
@@ -410,41 +415,11 @@ class Pipe:
             parameter.grad = gradient if parameter.grad is None else parameter.grad + gradient
 
 
-def _refuse_python(captured: Capture) -> None:
-    """Stages run on several ranks and many times for a batch: what Python would do once has no place there."""
-    recording = captured.recording
-    what = [f"changes '{change.name}'" for change in recording.effects.changes]
-    what += ["prints or logs something"] if recording.effects.outputs else []
-    what += ["draws from Python's or NumPy's generators"] if recording.program.generators else []
-    what += ["sets torch's random state"] if any(n.target in RANDOM_STATE for n in captured.graph.calls()) else []
-    if what:
-        raise PipelineError(f"the model or the loss {what[0]}, which a pipeline cannot do; do it outside of it")
-
-
 def _lower_programs(found: CutGraph) -> None:
     """Make regions of the programs of all stages."""
     for stage in found.stages:
         for kind in Kind:
             Lower().apply(stage.program(kind).graph)
-
-
-def _signature(model: nn.Module, arguments: Any) -> Any:
-    """What a capture depends on: sizes and types of a micro-batch, modes of the model, autocast."""
-    leaves, spec = tree.flatten(arguments)
-    kinds = tuple(_kind(leaf) for leaf in leaves)
-    modes = tuple(module.training for module in model.modules())
-    trained = tuple(parameter.requires_grad for parameter in model.parameters())
-    casts = tuple(
-        (device, torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None)
-        for device in ("cpu", "cuda")
-    )
-    return kinds, str(spec), modes, trained, casts
-
-
-def _kind(leaf: Any) -> Any:
-    if isinstance(leaf, torch.Tensor):
-        return tuple(leaf.shape), leaf.stride(), leaf.dtype, leaf.device, leaf.requires_grad
-    return type(leaf), leaf
 
 
 def _result(
