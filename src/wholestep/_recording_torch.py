@@ -20,6 +20,7 @@ from torch._C._dynamo import guards as _guards
 from torch._dynamo.types import ConvertFrameReturn, FrameAction, FrameExecStrategy
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
+from wholestep._threads import only_where
 from wholestep._torch import FunctionalTensor, outside_modes
 
 
@@ -184,11 +185,11 @@ RANDOM_STATE = frozenset(
 
 
 @contextlib.contextmanager
-def traced_generator(refuse: Callable[[str], None]) -> Generator[None]:
+def traced_generator(refuse: Callable[[str], None], is_here: Callable[[], bool]) -> Generator[None]:
     """Let `get_rng_state`, `set_rng_state` and `manual_seed` be ops of the graph; other ways to seed are refused.
 
     Drawing is part of the graph, so what decides what is drawn has to be as well: `fork_rng` and libraries that save,
-    change and restore the state all end here.
+    change and restore the state all end here. Threads in which `is_here` says no draw on as they are.
     """
 
     def manual_seed(seed: Any) -> torch.Generator:
@@ -205,10 +206,15 @@ def traced_generator(refuse: Callable[[str], None]) -> Generator[None]:
         "seed": lambda: refuse("torch.seed()"),
     }
     with contextlib.ExitStack() as stack:
+
+        def replace(module: Any, name: str, function: Callable[..., Any]) -> None:
+            chosen = only_where(is_here, function, getattr(module, name))
+            stack.enter_context(mock.patch.object(module, name, chosen))
+
         for name, function in stands_in.items():
             for module in (torch, torch.random):
-                stack.enter_context(mock.patch.object(module, name, function))
+                replace(module, name, function)
         for name in ("get_rng_state", "set_rng_state", "manual_seed", "manual_seed_all"):
             if torch.cuda.is_available():
-                stack.enter_context(mock.patch.object(torch.cuda, name, lambda *_, n=name: refuse(f"torch.cuda.{n}()")))
+                replace(torch.cuda, name, lambda *_, n=name: refuse(f"torch.cuda.{n}()"))
         yield
