@@ -79,7 +79,7 @@ def train(way: str) -> Ending:
             if way in ("rate", "replicas"):
                 optimizer.param_groups[0]["lr"] = 0.2 if is_now else 0.1
             if way == "weights" and is_odd and number == 2:
-                model.load_state_dict({name: value * 2 for name, value in model.state_dict().items()})
+                model.get_parameter("first.weight").data.mul_(2)
             if way == "hook" and is_now:
                 model.get_submodule("middle").register_forward_hook(lambda _module, _args, output: output * 2)
             if way == "update" and is_now:

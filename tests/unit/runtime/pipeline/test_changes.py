@@ -58,7 +58,7 @@ def replace_weight(model: nn.Sequential) -> None:
     model[2].weight = nn.Parameter(torch.eye(4).double())
 
 
-def doubled_outputs(module: nn.Module, _args: Any, output: Tensor) -> Tensor | None:
+def doubled_outputs(module: nn.Module, _args: Any, output: Tensor) -> Any:
     return output * 2 if isinstance(module, nn.Linear) else None
 
 
@@ -66,7 +66,7 @@ CHANGES: dict[str, Change] = {
     "a forward hook": lambda model: model[0].register_forward_hook(doubled_outputs),
     "a forward pre-hook": lambda model: model[2].register_forward_pre_hook(lambda _module, args: (args[0] * 2,)),
     "a backward hook": lambda model: model[2].register_full_backward_hook(lambda _module, given, _: (given[0] * 9,)),
-    "a hook of a parameter": lambda model: model[0].weight.register_hook(lambda gradient: gradient * 30),
+    "a hook of a parameter": lambda model: model.get_parameter("0.weight").register_hook(lambda gradient: gradient * 30),
     "a hook of all modules": lambda _: register_module_forward_hook(doubled_outputs),
     "another parameter": replace_weight,
 }
@@ -88,7 +88,7 @@ def test_a_hook_after_accumulation_is_refused(is_later: bool) -> None:
     batch = torch.randn(8, 4).double()
     if is_later:
         pipe.step(batch, target=batch)
-    model[2].weight.register_post_accumulate_grad_hook(lambda parameter: None)
+    model.get_parameter("2.weight").register_post_accumulate_grad_hook(lambda parameter: None)
     with pytest.raises(PipelineError, match=r"test_changes.py:\d+: parameter '2.weight' has a hook"):
         pipe.step(batch, target=batch)
 
