@@ -66,7 +66,7 @@ CHANGES: dict[str, Change] = {
     "a forward hook": lambda model: model[0].register_forward_hook(doubled_outputs),
     "a forward pre-hook": lambda model: model[2].register_forward_pre_hook(lambda _module, args: (args[0] * 2,)),
     "a backward hook": lambda model: model[2].register_full_backward_hook(lambda _module, given, _: (given[0] * 9,)),
-    "a hook of a parameter": lambda model: model.get_parameter("0.weight").register_hook(lambda gradient: gradient * 30),
+    "a hook of a parameter": lambda model: model.get_parameter("0.weight").register_hook(lambda grad: grad * 30),
     "a hook of all modules": lambda _: register_module_forward_hook(doubled_outputs),
     "another parameter": replace_weight,
 }
