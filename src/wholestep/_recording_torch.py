@@ -21,6 +21,7 @@ from torch._C._dynamo import guards as _guards
 from torch._dynamo.types import ConvertFrameReturn, FrameAction, FrameExecStrategy
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
+from wholestep._threads import only_where
 from wholestep._torch import FunctionalTensor, outside_modes
 
 
@@ -149,14 +150,15 @@ dict_version: Callable[[dict[Any, Any]], int] = _guards.dict_version
 
 def tensor_hooks(tensor: torch.Tensor) -> list[Callable[..., Any]]:
     """Hooks that run when a leaf's gradient is computed or accumulated."""
-    return [*_gradient_hooks(tensor), *_accumulated_hooks(tensor)]
+    return [*_gradient_hooks(tensor), *accumulated_hooks(tensor)]
 
 
 def _gradient_hooks(tensor: torch.Tensor) -> list[Callable[..., Any]]:
     return list((tensor._backward_hooks or {}).values())
 
 
-def _accumulated_hooks(tensor: torch.Tensor) -> list[Callable[..., Any]]:
+def accumulated_hooks(tensor: torch.Tensor) -> list[Callable[..., Any]]:
+    """Hooks that run after a leaf's gradient was added to what is there."""
     return list((getattr(tensor, "_post_accumulate_grad_hooks", None) or {}).values())
 
 
@@ -174,7 +176,7 @@ def carry_hooks(
 
     for hook in map(tell, _gradient_hooks(real)):
         twin.register_hook(functools.partial(call, hook))
-    for hook in map(tell, _accumulated_hooks(real)):
+    for hook in map(tell, accumulated_hooks(real)):
         twin.register_post_accumulate_grad_hook(lambda _, hook=hook: call(hook, real))
 
 
@@ -217,11 +219,11 @@ RANDOM_STATE = frozenset(
 
 
 @contextlib.contextmanager
-def traced_generator(refuse: Callable[[str], None]) -> Generator[None]:
+def traced_generator(refuse: Callable[[str], None], is_here: Callable[[], bool]) -> Generator[None]:
     """Let `get_rng_state`, `set_rng_state` and `manual_seed` be ops of the graph; other ways to seed are refused.
 
     Drawing is part of the graph, so what decides what is drawn has to be as well: `fork_rng` and libraries that save,
-    change and restore the state all end here.
+    change and restore the state all end here. Threads in which `is_here` says no draw on as they are.
     """
 
     def manual_seed(seed: Any) -> torch.Generator:
@@ -238,10 +240,15 @@ def traced_generator(refuse: Callable[[str], None]) -> Generator[None]:
         "seed": lambda: refuse("torch.seed()"),
     }
     with contextlib.ExitStack() as stack:
+
+        def replace(module: Any, name: str, function: Callable[..., Any]) -> None:
+            chosen = only_where(is_here, function, getattr(module, name))
+            stack.enter_context(mock.patch.object(module, name, chosen))
+
         for name, function in stands_in.items():
             for module in (torch, torch.random):
-                stack.enter_context(mock.patch.object(module, name, function))
+                replace(module, name, function)
         for name in ("get_rng_state", "set_rng_state", "manual_seed", "manual_seed_all"):
             if torch.cuda.is_available():
-                stack.enter_context(mock.patch.object(torch.cuda, name, lambda *_, n=name: refuse(f"torch.cuda.{n}()")))
+                replace(torch.cuda, name, lambda *_, n=name: refuse(f"torch.cuda.{n}()"))
         yield

@@ -54,6 +54,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from wholestep._fake_torch import is_blank
+from wholestep._threads import only_where
 from wholestep.errors import CaptureError
 
 __all__ = [
@@ -372,8 +373,10 @@ def compiling_flag(value: bool) -> Generator[None]:
 
 
 @contextlib.contextmanager
-def transparent_checkpoints(region: Callable[..., contextlib.AbstractContextManager[None]]) -> Generator[None]:
-    """Run `torch.utils.checkpoint` regions as plain calls, each inside `region(context_fn)`.
+def transparent_checkpoints(
+    region: Callable[..., contextlib.AbstractContextManager[None]], is_here: Callable[[], bool]
+) -> Generator[None]:
+    """Run `torch.utils.checkpoint` regions as plain calls, each inside `region(context_fn)`, where `is_here`.
 
     Traced as they are, checkpoints redraw dropout masks in the recomputation and the reentrant kind loses gradients.
     The math is the plain call's; which tensors to recompute is a decision on the graph.
@@ -390,9 +393,10 @@ def transparent_checkpoints(region: Callable[..., contextlib.AbstractContextMana
             yield
 
     module = torch.utils.checkpoint
+    name, function = "_checkpoint_without_reentrant_generator", module.CheckpointFunction
     with (
-        mock.patch.object(module.CheckpointFunction, "apply", reentrant),
-        mock.patch.object(module, "_checkpoint_without_reentrant_generator", non_reentrant),
+        mock.patch.object(function, "apply", only_where(is_here, reentrant, function.apply)),
+        mock.patch.object(module, name, only_where(is_here, non_reentrant, getattr(module, name))),
     ):
         yield
 

@@ -145,7 +145,7 @@ def on_ranks(name: str, schedules: list[Schedule], dropout: float) -> list[Resul
                 runner.gradients.clear()
             outputs = run.run(world.leaves, step)
         assert not any(run._values), "a value was kept after its last reader"  # pyright: ignore[reportPrivateUsage]
-        gradients = sum_shares(stages, run.runners, exchange)
+        gradients, _ = sum_shares(stages, run.runners, exchange)
         exchange.close()
         results.append(Result([one[0] for one in outputs if one], gradients, buffers_of(world.model)))
         restore(world.model, before)

@@ -40,7 +40,7 @@ TORCH_FILES = (TORCH_FILE, *(f"{name}.py" for name in _PRIVATE))
 SETTINGS_FILE = "_settings.py"
 
 # Modules beside the rooms that every room may import; they import no room themselves.
-GROUND = {"errors", "_torch", *_PRIVATE, "_version", "_logging", "_settings", "_output"}
+GROUND = {"errors", "_torch", *_PRIVATE, "_version", "_logging", "_settings", "_output", "_threads"}
 # Below runtime options are passed in one by one: no room there reads settings or installs log handlers.
 SETTINGS = {"_logging", "_settings"}
 

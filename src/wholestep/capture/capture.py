@@ -13,6 +13,7 @@ the graph is SSA. Whatever goes wrong, the model, the optimizer and the RNG are 
 from __future__ import annotations
 
 import contextlib
+import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -25,11 +26,12 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 from torch.optim import Optimizer
 
 from wholestep import _recording_torch, _torch
+from wholestep._threads import one_at_a_time
 from wholestep.capture import binding, blank, build, discover, source, swap, tree
 from wholestep.capture.collect import Collected, collect
 from wholestep.capture.discover import Reachable
 from wholestep.capture.functional import Functional
-from wholestep.capture.interpose import interposed
+from wholestep.capture.interpose import interposed, others_waiting
 from wholestep.capture.layouts import new_fake_mode
 from wholestep.capture.optimizer_state import State, initial_state
 from wholestep.capture.questions import Asked, Questions
@@ -155,6 +157,20 @@ def capture(
 
     Raises `CaptureError` with the user's file and line when the step cannot be captured as one graph.
     """
+    with one_at_a_time():
+        return _capture(function, args, kwargs, dynamic_leaves, zero_gradients, numbers, answers=answers)
+
+
+def _capture(
+    function: Function,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    dynamic_leaves: frozenset[int],
+    zero_gradients: frozenset[str],
+    numbers: frozenset[tuple[Any, ...]],
+    *,
+    answers: bool,
+) -> Capture:
     started = time.perf_counter()
     found = discover.reachable(function, args, kwargs)
     _refuse_wrappers(found, function)
@@ -221,9 +237,16 @@ def _trace(call: _Call) -> tuple[_Call, fx.GraphModule, Collected]:
         raise CaptureError(
             f"{type(error).__name__}: {_first_line(error)}",
             location=source.raising_line(error) or discover.location_of(function),
-            advice="The train step raised this while it was captured; nothing has been changed",
+            advice=f"The train step raised this while it was captured; nothing has been changed{_other_threads()}",
         ) from error
     return call, module, collected[0]
+
+
+def _other_threads() -> str:
+    """What else may be the reason: a model holds traced twins meanwhile, and other threads see them."""
+    if threading.active_count() == 1:
+        return ""
+    return ". Other threads run; none of them may look at the model or the optimizer while a step is captured"
 
 
 def _trace_until_complete(call: _Call) -> tuple[_Call, fx.GraphModule, Collected]:
@@ -277,15 +300,18 @@ def _traced_run(call: _Call, collected: list[Collected]) -> list[Any]:
             _lift_loose_parameters(call, name, optimizer)
         args, kwargs = _lift_arguments(call)
         _lift_gradients(call)
+        hooks, names = _recording_torch.global_hooks(), _module_names(call.found)
+        stack.enter_context(others_waiting(session, names))
+        stack.callback(session.over.set)
         for module in call.found.modules.values():
             stack.enter_context(swap.lent_module(module, lambda real: session.twins.get(id(real), real)))
         for name, optimizer in call.found.optimizers.items():
             stack.enter_context(_lent_optimizer(call, name, optimizer))
-        _introduce(call, args, kwargs)
+        _introduce(call, args, kwargs, hooks)
         stack.enter_context(call.recorder.placed_numbers())
         call.recorder.twins.show_attributes()
         stack.callback(call.recorder.restore)
-        with interposed(session, _module_names(call.found)), listening(call.recorder):
+        with interposed(session, names), listening(call.recorder):
             function = choose(call.recorder, call.function, args, kwargs)
             returned = function(*args, **kwargs)
             session.annotate()
@@ -295,7 +321,7 @@ def _traced_run(call: _Call, collected: list[Collected]) -> list[Any]:
         return result.values
 
 
-def _introduce(call: _Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+def _introduce(call: _Call, args: tuple[Any, ...], kwargs: dict[str, Any], hooks: Iterable[Any]) -> None:
     """Tell the recorder who takes part: models and optimizers, whose attributes it watches, and the arguments."""
     recorder = call.recorder
     recorder.symbol_of = recorder.ledger.symbol_of = call.session.symbol
@@ -308,7 +334,7 @@ def _introduce(call: _Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> No
         if isinstance(lifted.real, torch.Tensor):
             for hook in _recording_torch.tensor_hooks(lifted.real):
                 recorder.add_hook(hook)
-    for hook in _recording_torch.global_hooks():
+    for hook in hooks:
         recorder.add_hook(hook)
     recorder.give(args, kwargs)
     participants.add_function(recorder, call.function)

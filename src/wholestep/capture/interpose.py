@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Container, Generator, Sequence
 from typing import Any, cast
 from unittest import mock
 
@@ -25,6 +25,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from torch.overrides import TorchFunctionMode
 
 from wholestep import _autograd_torch, _recording_torch, _torch
+from wholestep._threads import only_where
 from wholestep.capture import fused, source
 from wholestep.capture.record import Number
 from wholestep.capture.session import Session
@@ -50,6 +51,7 @@ _SHOWS_A_VALUE = (torch.Tensor.numpy, torch.Tensor.__format__, torch.Tensor.__re
 _NO_SYMBOLIC_KERNEL = (F.pad, torch.constant_pad_nd, F.linear)
 _OUT_OF_PLACE = (torch.bernoulli, torch.Tensor.bernoulli)
 _READS_BY_NAME = {"__bool__": _READS_A_VALUE[torch.Tensor.__bool__], "tolist": ".tolist()"}
+_OTHERS_WAIT_S = 600.0
 _GRAD_GET: Any = vars(torch.Tensor.__mro__[1])["grad"].__get__
 _DATA_SET: Any = vars(torch.Tensor.__mro__[1])["data"].__set__
 
@@ -167,23 +169,43 @@ def _is_known(session: Session, func: Callable[..., Any], value: Any) -> bool:
 
 
 @contextlib.contextmanager
+def others_waiting(session: Session, module_names: Container[int]) -> Generator[None]:
+    """While models hold twins, let other threads that call one of them wait until they hold their own tensors."""
+
+    def wait(module: nn.Module, _args: Any) -> None:
+        if session.is_here() or id(module) not in module_names or session.over.wait(_OTHERS_WAIT_S):
+            return
+        raise CaptureError(
+            f"a thread calls a {type(module).__name__} that another thread has been capturing a step of for "
+            f"{_OTHERS_WAIT_S:.0f} s",
+            advice="A step calls its models in the thread that it is called in",
+        )
+
+    handle = register_module_forward_pre_hook(wait)
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
+@contextlib.contextmanager
 def interposed(session: Session, module_names: dict[int, str]) -> Generator[None]:
-    """All hooks and stand-ins that a trace needs, for its duration."""
+    """All hooks and stand-ins that a trace needs, for its duration. Other threads are left with torch as it is."""
     with (
         listening(session),
-        _recording_torch.traced_generator(_refuse_seeding),
+        _recording_torch.traced_generator(_refuse_seeding, session.is_here),
         _torch.compiling_flag(not session.questions.is_answering),
-        _torch.transparent_checkpoints(session.in_checkpoint_region),
-        mock.patch.object(torch.autograd, "backward", _traced_backward(session)),
-        mock.patch.object(Optimizer, "zero_grad", _traced_zero_grad(session, Optimizer.zero_grad)),
-        mock.patch.object(nn.Module, "zero_grad", _traced_zero_grad(session, nn.Module.zero_grad)),
-        mock.patch.object(LRScheduler, "step", _refuse_scheduler),
-        mock.patch.object(ReduceLROnPlateau, "step", _refuse_scheduler),
-        mock.patch.object(saved_tensors_hooks, "__enter__", _enter_saved_tensors_hooks),
-        mock.patch.object(saved_tensors_hooks, "__exit__", return_value=None),
+        _torch.transparent_checkpoints(session.in_checkpoint_region, session.is_here),
+        _replaced(session, torch.autograd, "backward", _traced_backward(session)),
+        _replaced(session, Optimizer, "zero_grad", _traced_zero_grad(session, Optimizer.zero_grad)),
+        _replaced(session, nn.Module, "zero_grad", _traced_zero_grad(session, nn.Module.zero_grad)),
+        _replaced(session, LRScheduler, "step", _refuse_scheduler),
+        _replaced(session, ReduceLROnPlateau, "step", _refuse_scheduler),
+        _replaced(session, saved_tensors_hooks, "__enter__", _enter_saved_tensors_hooks),
+        _replaced(session, saved_tensors_hooks, "__exit__", _nothing),
         mock.patch.object(_torch.FunctionalTensor, "tolist", tolist),
-        mock.patch.object(record_function, "__enter__", return_value=None),
-        mock.patch.object(record_function, "__exit__", return_value=None),
+        _replaced(session, record_function, "__enter__", _nothing),
+        _replaced(session, record_function, "__exit__", _nothing),
         contextlib.ExitStack() as stack,
     ):
         for handle in (*_module_hooks(session, module_names), *_optimizer_hooks(session, stack)):
@@ -194,6 +216,17 @@ def interposed(session: Session, module_names: dict[int, str]) -> Generator[None
                 _recording_torch.carry_hooks(lifted.real, lifted.twin, lambda: Interposer(session), tell)
         stack.enter_context(Interposer(session))
         yield
+
+
+def _replaced(
+    session: Session, owner: Any, name: str, stand_in: Callable[..., Any]
+) -> contextlib.AbstractContextManager[Any]:
+    """Let a function of torch be another one in the thread that traces."""
+    return mock.patch.object(owner, name, only_where(session.is_here, stand_in, getattr(owner, name)))
+
+
+def _nothing(*_: Any) -> None:
+    """What is left out of a trace."""
 
 
 def _traced_backward(session: Session) -> Callable[..., None]:
@@ -260,10 +293,12 @@ def _module_hooks(session: Session, names: dict[int, str]) -> list[Any]:
     """Keep the path of the module whose forward is running."""
 
     def enter(module: nn.Module, _args: Any) -> None:
-        session.enter_module(names.get(id(module), type(module).__name__), is_known=id(module) in names)
+        if session.is_here():
+            session.enter_module(names.get(id(module), type(module).__name__), is_known=id(module) in names)
 
     def leave(module: nn.Module, _args: Any, _output: Any) -> None:
-        session.leave_module()
+        if session.is_here():
+            session.leave_module()
 
     return [register_module_forward_pre_hook(enter), register_module_forward_hook(leave, always_call=True)]
 
@@ -285,6 +320,8 @@ def _optimizer_hooks(session: Session, stack: contextlib.ExitStack) -> list[Any]
     scopes: list[contextlib.ExitStack] = []
 
     def enter(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if not session.is_here():
+            return None
         session.freeze_incoming_gradients()
         closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
         if closure is None:
@@ -298,6 +335,8 @@ def _optimizer_hooks(session: Session, stack: contextlib.ExitStack) -> list[Any]
         return None if closure is None else ((optimizer, _as_forward(session, optimizer, closure)), {})
 
     def leave(_optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
+        if not session.is_here():
+            return
         scopes.pop().close()
         session.optimizer = None
 

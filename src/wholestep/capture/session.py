@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import re
+import threading
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -54,6 +55,10 @@ class Session:
     """The numbers of the call that is running, by name; filled before the graph runs."""
     current: Current = field(default_factory=Current)
     tracer: Any = None
+    thread: int = field(default_factory=threading.get_ident)
+    """The thread that traces: all of a step runs in it, backwards too."""
+    over: threading.Event = field(default_factory=threading.Event)
+    """Set when the trace has ended and models hold their own tensors again."""
     phase: Phase = Phase.FORWARD
     lifted: dict[str, Lifted] = field(default_factory=dict)
     twins: dict[int, torch.Tensor] = field(default_factory=dict)
@@ -84,6 +89,10 @@ class Session:
     _last_annotated: fx.Node | None = None
     _has_trail: list[bool] = field(default_factory=list[bool])
     _checkpoint_policy: Callable[..., Any] | None = None
+
+    def is_here(self) -> bool:
+        """Whether this is asked in the thread that traces; what others do is none of the step's business."""
+        return threading.get_ident() == self.thread
 
     def lift(self, real: Any, slot: Slot, dynamic_dims: tuple[int, ...] = ()) -> Any:
         """Make a real tensor or number an input of the graph under `slot`; returns its traced twin."""

@@ -14,7 +14,7 @@ import re
 import time
 import weakref
 from collections import Counter
-from collections.abc import Generator, Mapping
+from collections.abc import Generator, Iterable, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -113,12 +113,16 @@ class Ranks:
 
         Raises `RankError` if a rank reports a failure instead, or does not answer in time.
         """
+        return [*self.exchange_with(range(self.world), moment, value).values()]
+
+    def exchange_with(self, ranks: Iterable[int], moment: str, value: Any) -> dict[int, Any]:
+        """The same between some ranks, by rank; each calls this with the others."""
         self._publish(moment, {"value": value})
-        answers = [self._read(moment, rank) for rank in range(self.world)]
-        for rank, answer in enumerate(answers):
+        answers = {rank: self._read(moment, rank) for rank in ranks}
+        for rank, answer in answers.items():
             if "error" in answer:
                 raise _could_not(rank, answer)
-        return [answer["value"] for answer in answers]
+        return {rank: answer["value"] for rank, answer in answers.items()}
 
     def require_agreement(self, moment: str, facts: Mapping[str, Any]) -> None:
         """Raise `RankError` on every rank if ranks differ in one of these facts, named as they are in a message.

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import io
+import logging
+import warnings
 from collections.abc import Generator, Sequence
 from typing import Any, Protocol
 from unittest import mock
@@ -40,9 +43,9 @@ def checked_run(
 ) -> Any:
     """Run a step in eager and through its graph from the same state; raise `VerificationError` if they differ.
 
-    `peers` are the ranks that run the same call; `outside` is what else the step may change. The state afterwards is
-    the graph's. If they differ by more than rounding, it is put back to what it was before the call, and if they do so
-    on one rank, on all.
+    `peers` are the ranks that run the same call; `outside` is what else the step may change. What the step prints and
+    logs is said once, by eager. The state afterwards is the graph's. If they differ by more than rounding, it is put back
+    to what it was before the call, and if they do so on one rank, on all.
     """
     capture = chosen.capture
     capture.recording.program.undo_draws()
@@ -53,7 +56,7 @@ def checked_run(
         expected = observe(capture, call, _run_in_eager(call, peers), outside)
         world.restore()
         chosen.compute_numbers(call)
-        result = chosen.run(call)
+        result = chosen.run(call, is_quiet=True)
         chosen.rotation.pending.settle()
         found = observe(capture, call, result, outside)
         differences = compare(expected, found)
@@ -91,15 +94,33 @@ def _look_closer(
     """The differences that are more than rounding, and where they come from; leaves the world as it was before."""
     log = rounding.EagerLog()
     world.restore()
-    with log:
+    with log, _quiet():
         call.function(*call.args, **call.kwargs)
     world.restore()
-    exact = rounding.reference(chosen.capture, call, log, world.restore)
+    with _quiet():
+        exact = rounding.reference(chosen.capture, call, log, world.restore)
     if exact is not None:
         differences = rounding.unexplained(differences, expected, found, exact)
     explanation = divergence.explain(chosen.capture, call, log) if differences else ""
     world.restore()
     return differences, explanation
+
+
+@contextlib.contextmanager
+def _quiet() -> Generator[None]:
+    """Run what has run before without a word: prints, warnings and logs have been seen."""
+    loudest = logging.root.manager.disable
+    logging.disable(max(loudest, logging.CRITICAL))
+    try:
+        with (
+            contextlib.redirect_stdout(io.StringIO()),
+            contextlib.redirect_stderr(io.StringIO()),
+            warnings.catch_warnings(),
+        ):
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logging.disable(loudest)
 
 
 def _message(number: int, whose: str, differences: dict[str, float], explanation: str) -> str:

@@ -5,7 +5,7 @@ Checks run on every call, so they compare prepared tuples and leave the search f
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,7 +20,14 @@ from wholestep.capture.capture import argument_paths
 from wholestep.capture.record import Difference
 from wholestep.capture.record.places import Step, is_plain, same
 from wholestep.graph import SlotKind
-from wholestep.runtime.owner_guards import Contents, first_places, make_owner_guards, tensor_type, type_difference
+from wholestep.runtime.owner_guards import (
+    Contents,
+    first_places,
+    make_model_guards,
+    make_owner_guards,
+    tensor_type,
+    type_difference,
+)
 
 _MIN_SYMBOLIC_SIZE = 2
 
@@ -58,6 +65,14 @@ def make_guards(capture: Capture, call: Call) -> list[Check]:
         *make_owner_guards(capture),
         _argument_gradients_guard(capture, call),
     ]
+
+
+def make_forward_guards(capture: Capture) -> list[Callable[[object], str | Difference | None]]:
+    """Guards of a capture that sets grad mode and begins gradients itself, and whose arguments somebody else compares.
+
+    That is what models are, and what of torch they depend on.
+    """
+    return [_environment_guard(_GRAD_MODES), _library_guard(), *make_model_guards(capture)]
 
 
 def _arguments_guard(capture: Capture, call: Call) -> Check:
@@ -154,21 +169,24 @@ class _BatchSizes:
         return None
 
 
-def _environment_guard() -> Check:
+def _environment_guard(left_out: Container[str] = ()) -> Callable[[object], str | None]:
     """Global switches of torch that tracing bakes into the graph."""
-    expected = [switch() for switch in _SWITCHES.values()]
+    switches = {name: switch for name, switch in _SWITCHES.items() if name not in left_out}
+    expected = [switch() for switch in switches.values()]
 
-    def check(_: Call) -> str | None:
-        now = [switch() for switch in _SWITCHES.values()]
+    def check(_: object) -> str | None:
+        now = [switch() for switch in switches.values()]
         if now == expected:
             return None
         name, old, new = next(
-            (name, old, new) for name, old, new in zip(_SWITCHES, expected, now, strict=True) if old != new
+            (name, old, new) for name, old, new in zip(switches, expected, now, strict=True) if old != new
         )
         return f"{name} changed from {old} to {new}"
 
     return check
 
+
+_GRAD_MODES = ("torch.is_grad_enabled()", "torch.is_inference_mode_enabled()")
 
 # The switches of torch that a captured graph depends on: they choose dtypes, devices, and between operators.
 _SWITCHES: dict[str, Callable[[], Any]] = {
@@ -191,12 +209,12 @@ _SWITCHES: dict[str, Callable[[], Any]] = {
 }
 
 
-def _library_guard() -> Check:
+def _library_guard() -> Callable[[object], str | None]:
     """The functions of torch that its own code finds by name, which nobody follows: some programs replace them."""
     namespaces = Contents(_recording_torch.library_namespaces())
     expected = [_callables(namespace) for namespace in namespaces.dicts]
 
-    def check(_: Call) -> str | None:
+    def check(_: object) -> str | None:
         written = namespaces.written()
         for index in written:
             now, before = _callables(namespaces.dicts[index]), expected[index]

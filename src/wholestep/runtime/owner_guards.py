@@ -29,14 +29,21 @@ _NOT_OPTIONS = ("params", "lr")
 
 def make_owner_guards(capture: Capture) -> list[OwnerCheck]:
     """The guards of all models and optimizers that take part in a fresh capture."""
-    found = capture.found
+    optimizers = capture.found.optimizers.items()
+    return [
+        *make_model_guards(capture),
+        *[_optimizer_guard(name, one, capture.recording.symbolic) for name, one in optimizers],
+        _gradients_guard(capture),
+    ]
+
+
+def make_model_guards(capture: Capture) -> list[OwnerCheck]:
+    """Those of models alone: their structure, their hooks and their tensors."""
     return [
         _hooks_of_all_guard(),
-        *[_structure_guard(name, module) for name, module in found.modules.items()],
-        *[_optimizer_guard(name, one, capture.recording.symbolic) for name, one in found.optimizers.items()],
+        *[_structure_guard(name, module) for name, module in capture.found.modules.items()],
         _parameters_guard(capture),
         _rebindable_guard(capture),
-        _gradients_guard(capture),
     ]
 
 

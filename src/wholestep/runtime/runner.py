@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import functools
 import gc
 import logging
@@ -10,11 +11,13 @@ import time
 from collections.abc import Callable, Generator
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import FunctionType
 from typing import Any, Self
 
 import torch
 
 from wholestep import _waiting_torch
+from wholestep._threads import let_others_capture, one_at_a_time
 from wholestep.capture import Capture, capture, discover
 from wholestep.comm import FillBuckets, SplitOptimizer
 from wholestep.comm.plan import DataParallelPlan
@@ -266,6 +269,18 @@ class StepRunner:
         """What the most recent call's graph was built from."""
         return self._require_current().capture
 
+    def __copy__(self) -> Self:
+        """A function is its own copy, and so is a step."""
+        return self
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        """As its function is copied: one of a copied object is compiled anew, for the models of the copy."""
+        if isinstance(self._function, FunctionType):
+            return self
+        memo[id(self)] = copied = object.__new__(type(self))  # the object that is copied may hold this step
+        copied.__init__(copy.deepcopy(self._function, memo), self.options)
+        return copied
+
     def __get__(self, instance: Any, owner: type | None = None) -> Any:
         """Make decorated methods work: `self` is passed like any other argument."""
         return self if instance is None else functools.partial(self, instance)
@@ -286,6 +301,7 @@ class StepRunner:
 
     def _choose(self, call: Call) -> Specialization:
         """The specialisation that fits the call: the last one, another known one, or a new capture."""
+        let_others_capture()
         difference = None
         if self._current is not None:
             difference = self._current.check(call)
@@ -368,7 +384,9 @@ class StepRunner:
             )
             if dump_dir is not None:
                 dump_graphs(dump_dir, _by_name(rotation.graphs))
-            fresh = Specialization(captured, rotation, call, plan, self._finished(memory, rotation), survey, part)
+            memory = self._finished(memory, rotation)
+            with one_at_a_time():  # guards keep what they see of torch
+                fresh = Specialization(captured, rotation, call, plan, memory, survey, part)
         self._num_captures += 1
         self._remember(fresh)
         self._log(fresh, reason, time.perf_counter() - started)

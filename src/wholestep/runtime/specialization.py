@@ -92,8 +92,11 @@ class Specialization:
         recording.numbers.update(numbers)
         return None
 
-    def run(self, call: Call, *, is_last: bool = False, number: int = 0) -> Any:
-        """Execute one step, the `number`th; raises `CaptureError` if there is nothing to run it on."""
+    def run(self, call: Call, *, is_last: bool = False, number: int = 0, is_quiet: bool = False) -> Any:
+        """Execute one step, the `number`th; raises `CaptureError` if there is nothing to run it on.
+
+        If it `is_quiet`, what the step prints and logs is left out.
+        """
         if self.capture.is_blank:
             raise CaptureError(
                 "the model, the optimizer or the batch was made inside no_weights(): such a step is for planning",
@@ -111,7 +114,7 @@ class Specialization:
         filling = Filling(_distinct(outputs), call.leaves, recording.numbers, call)
         result = self.capture.outputs.fill(filling)
         if recording.effects:
-            recording.effects.perform(filling)
+            recording.effects.perform(filling, is_quiet=is_quiet)
         recording.current.call = None
         return result
 

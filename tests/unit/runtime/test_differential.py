@@ -1,6 +1,7 @@
 """`verify=N`: silent while the step is right, precise when it is wrong, and without a trace either way."""
 
 import contextlib
+import logging
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -18,6 +19,7 @@ import wholestep
 from wholestep.errors import VerificationError
 from wholestep.graph import Phase, StepGraph
 from wholestep.passes import Pass, base, register
+from wholestep.runtime import differential
 from wholestep.runtime.codegen import generate
 from wholestep.runtime.differential import compare
 
@@ -313,3 +315,46 @@ def test_the_largest_differences_are_listed_and_all_are_known() -> None:
     worst = sorted(differences, key=lambda name: -differences[name])[:8]
     listed = str(caught.value).split("20 values: ")[1].split(";")[0]
     assert listed == ", ".join(f"{name} by {differences[name]:.3g}" for name in worst)
+
+
+def test_a_verified_step_prints_and_logs_once(
+    capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    """D11"""
+    model = nn.Linear(3, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    @wholestep.compile(verify=2)
+    def step(model: nn.Module, optimizer: torch.optim.Optimizer, batch: torch.Tensor) -> torch.Tensor:
+        optimizer.zero_grad()
+        loss = model(batch).square().mean()
+        loss.backward()
+        optimizer.step()
+        print("done")
+        logging.getLogger("step").warning("noted")
+        return loss
+
+    for _ in range(3):
+        step(model, optimizer, torch.randn(4, 3))
+    assert capsys.readouterr().out == "done\n" * 3
+    assert [record.getMessage() for record in caplog.records if record.name == "step"] == ["noted"] * 3
+
+
+def test_looking_closer_is_quiet(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """D11: a difference is looked into by running eager again; nobody asked for that."""
+    model = nn.Linear(3, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    monkeypatch.setattr(differential, "compare", lambda _expected, _found: {"weight": 1.0})
+
+    @wholestep.compile(verify=1)
+    def step(model: nn.Module, optimizer: torch.optim.Optimizer, batch: torch.Tensor) -> torch.Tensor:
+        optimizer.zero_grad()
+        loss = model(batch).square().mean()
+        loss.backward()
+        optimizer.step()
+        print("done")
+        return loss
+
+    with contextlib.suppress(VerificationError):
+        step(model, optimizer, torch.randn(4, 3))
+    assert capsys.readouterr().out == "done\n"

@@ -45,13 +45,13 @@ class Effects:
     def __bool__(self) -> bool:
         return bool(self.outputs or self.changes)
 
-    def perform(self, filling: Filling) -> None:
-        """Do it all with the values of one call."""
+    def perform(self, filling: Filling, *, is_quiet: bool = False) -> None:
+        """Do it all with the values of one call, without the output if that `is_quiet`."""
         # All are found and all values made before anything is written: `a, b = b, a`.
         ready = [change.prepare(find(change.path, filling.call), filling) for change in self.changes]
         for write in ready:
             write()
-        for function, args, kwargs in self.outputs:
+        for function, args, kwargs in () if is_quiet else self.outputs:
             function(
                 *[arg.fill(filling) for arg in args], **{name: value.fill(filling) for name, value in kwargs.items()}
             )

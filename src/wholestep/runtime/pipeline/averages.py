@@ -17,10 +17,12 @@ class Averages:
     `wait` waits for one collective. It is the caller's because a rank that fails must be able to end the wait.
     """
 
-    def __init__(self, group: Any, num_ranks: int, wait: Callable[[Any], None]) -> None:
+    def __init__(self, group: Any, num_ranks: int, wait: Callable[[Any], None], device: torch.device) -> None:
         self._group = group
         self._num_ranks = num_ranks
         self._wait = wait
+        self._device = device
+        self._comparison: tuple[Any, torch.Tensor] | None = None
         self._started: list[tuple[Any, torch.Tensor]] = []
 
     def start(self, gradients: MutableMapping[str, torch.Tensor], names: Sequence[str]) -> None:
@@ -35,12 +37,25 @@ class Averages:
                 gradients[name] = piece.view(part.shape)
             self._started.append((dist.all_reduce(bucket, group=self._group, async_op=True), bucket))
 
-    def finish(self) -> None:
-        """Wait for all that was started."""
+    def start_comparison(self, mark: int) -> None:
+        """Begin to find out whether all ranks have the same number."""
+        if self._num_ranks > 1:
+            largest = torch.tensor([mark, -mark], device=self._device)
+            work = dist.all_reduce(largest, dist.ReduceOp.MAX, group=self._group, async_op=True)
+            self._comparison = work, largest
+
+    def finish(self) -> bool:
+        """Wait for all that was started; returns whether numbers that were compared are the same."""
         started, self._started = self._started, []
         for work, bucket in started:
             self._wait(work)
             bucket /= self._num_ranks
+        if self._comparison is None:
+            return True
+        (work, largest), self._comparison = self._comparison, None
+        self._wait(work)
+        most, least = largest.tolist()
+        return most == -least
 
 
 def _buckets(gradients: MutableMapping[str, torch.Tensor], names: Sequence[str]) -> Iterator[list[str]]:

@@ -116,12 +116,15 @@ class ProcessExchange:
         self._settle()
         self._watch.is_on = False
 
-    def swap_shares(self, own: Mapping[Share, torch.Tensor]) -> dict[Share, torch.Tensor]:
-        """Between steps: give other ranks this rank's shares of gradients that they want, and get theirs."""
+    def swap_shares(self, own: Mapping[Share, torch.Tensor], mark: int) -> tuple[dict[Share, torch.Tensor], list[int]]:
+        """Between steps: give other ranks this rank's shares of gradients that they want, and get theirs.
+
+        A number goes with each; returns the shares, and ranks of the job that have sent another number.
+        """
         self._require_usable()
         self._watch.is_on = True
         try:
-            found = self._swap(own)
+            found = self._swap(own, mark)
             self._settle()
         except BaseException as error:
             self.fail(None, error)
@@ -157,6 +160,11 @@ class ProcessExchange:
         if self._failure is None:
             self._ring(sentence(self._global_ranks[self._rank], action, error), len(self._global_ranks) - 1)
 
+    def refuse(self, error: RankError) -> None:
+        """Tell all other ranks in what this one and another differ; the exchange is of no use then."""
+        if self._failure is None:
+            self._ring(between_ranks(str(error)), len(self._global_ranks) - 1)
+
     def close(self) -> None:
         """Give connections back; to be called by all ranks once none of them is in a step."""
         self._watch.stop()
@@ -187,21 +195,26 @@ class ProcessExchange:
     def _concerns(self, message: Message | ShareMessage) -> bool:
         return self._rank in (message.source, message.target)
 
-    def _swap(self, own: Mapping[Share, torch.Tensor]) -> dict[Share, torch.Tensor]:
-        started: list[tuple[ShareMessage, Parcel, torch.Tensor, Any]] = []
+    def _swap(self, own: Mapping[Share, torch.Tensor], mark: int) -> tuple[dict[Share, torch.Tensor], list[int]]:
+        started: list[tuple[ShareMessage, Parcel, torch.Tensor, torch.Tensor, list[Any]]] = []
         for message, link, parcel in self._shares:
             is_own = message.source == self._rank
             data = parcel.pack({slot: own[message.stage, slot] for slot in message.slots}) if is_own else parcel.empty()
+            number = torch.tensor([mark], device=self._links.wire)
+            pass_on = link.send if is_own else link.receive
             try:
-                started.append((message, parcel, data, link.send(data) if is_own else link.receive(data)))
+                started.append((message, parcel, data, number, [pass_on(data), pass_on(number)]))
             except RuntimeError as error:
                 self._lost(message, error)
         found: dict[Share, torch.Tensor] = {}
-        for message, parcel, data, work in started:
-            self._wait(work, message)
+        others: list[int] = []
+        for message, parcel, data, number, works in started:
+            for work in works:
+                self._wait(work, message)
             if message.target == self._rank:
                 found |= {(message.stage, slot): value for slot, value in parcel.unpack(data)}
-        return found
+                others += [] if number.item() == mark else [self._global_ranks[message.source]]
+        return found, others
 
     def _finish(self, number: int) -> None:
         self._wait(self._works[number], self._messages[number])
@@ -283,15 +296,18 @@ def _unknown() -> str | None:
     """Nobody tells what it does."""
 
 
-def sum_shares(cut: CutGraph, runners: Mapping[int, StageRunner], exchange: ProcessExchange) -> dict[str, torch.Tensor]:
+def sum_shares(
+    cut: CutGraph, runners: Mapping[int, StageRunner], exchange: ProcessExchange, mark: int = 0
+) -> tuple[dict[str, torch.Tensor], list[int]]:
     """Gradients of all parameters that the stages of this rank have, after a step; those of shared ones are complete.
 
     Every rank that has a parameter adds up the same shares in the same order, the last stage's first as in eager, and
-    so gets the same bits. To be called by all ranks.
+    so gets the same bits. To be called by all ranks. Returns also the ranks whose `mark` is another.
     """
     own = {(stage, slot): share for stage, runner in runners.items() for slot, share in runner.gradients.items()}
-    shares = own | exchange.swap_shares(own)
+    received, others = exchange.swap_shares(own, mark)
+    shares = own | received
     by_stage: list[dict[str, torch.Tensor]] = [{} for _ in cut.stages]
     for (stage, slot), share in shares.items():
         by_stage[stage][slot] = share
-    return summed_gradients(by_stage)
+    return summed_gradients(by_stage), others

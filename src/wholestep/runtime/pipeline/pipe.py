@@ -3,21 +3,21 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import logging
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from types import SimpleNamespace
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from wholestep._recording_torch import RANDOM_STATE
+from wholestep._threads import let_others_capture, one_at_a_time
 from wholestep.capture import Capture, capture, tree
-from wholestep.capture.record import Filling, ReadGuard
 from wholestep.errors import PipelineError
 from wholestep.graph import SlotKind, StepGraph
 from wholestep.lower import Decompose, Lower, Masks
@@ -30,15 +30,17 @@ from wholestep.pipe.follow import borders_like, check_slots, is_like
 from wholestep.pipe.schedules import forward_only
 from wholestep.remat import StepBudget, fit_lowered_step, fit_step
 from wholestep.runtime.agreement import is_due
-from wholestep.runtime.owner_guards import found_type
-from wholestep.runtime.pipeline.batches import MicroBatches, joined, mean, split_batch
+from wholestep.runtime.pipeline.alike import require_same_values
+from wholestep.runtime.pipeline.batches import MicroBatches, split_batch
 from wholestep.runtime.pipeline.calls import Calls
+from wholestep.runtime.pipeline.checks import CaptureGuard, refuse_hooks, refuse_python, signature
 from wholestep.runtime.pipeline.draws import number_draws
 from wholestep.runtime.pipeline.facts import call_facts, given_facts, made_facts
 from wholestep.runtime.pipeline.losses import LossFunction, loss_of
 from wholestep.runtime.pipeline.processes import Processes, is_distributed, require_room, share_model
+from wholestep.runtime.pipeline.results import PipeResult, result_of
 from wholestep.runtime.pipeline.runs import Graphs, LocalPipeline, PipelineRank
-from wholestep.runtime.pipeline.update import clip_gradients, compiled_update
+from wholestep.runtime.pipeline.update import Update, clip_gradients
 from wholestep.runtime.replica_facts import option_facts, plain
 
 logger = logging.getLogger(__name__)
@@ -69,18 +71,6 @@ class PipeOptions:
 
 
 @dataclass(frozen=True)
-class PipeResult:
-    """What a step came to, as far as this rank has it: the mean loss, and the model's output if it was asked for.
-
-    `grad_norm` is the norm of all gradients before they were clipped, on every rank, if they were.
-    """
-
-    loss: torch.Tensor | None
-    output: Any = None
-    grad_norm: torch.Tensor | None = None
-
-
-@dataclass(frozen=True)
 class _Kind:
     """What a capture is for."""
 
@@ -97,7 +87,7 @@ class _Compiled:
     plan: SplitPlan | None
     schedule: Schedule
     run: LocalPipeline | PipelineRank
-    reads: ReadGuard
+    guard: CaptureGuard
 
 
 class Pipe:
@@ -118,17 +108,27 @@ class Pipe:
         self._processes: Processes | None = None
         self._calls: Calls | None = None
         self._described: dict[Any, dict[str, Any]] = {}
-        self._update = compiled_update(options.lower)
+        self._update = Update(options.lower)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        """A pipeline of a copy of the model, with a copy of the optimizer; it captures anew."""
+        given = {name: copy.deepcopy(getattr(self.options, name), memo) for name in ("loss_fn", "optimizer")}
+        copied = type(self)(copy.deepcopy(self.model, memo), replace(self.options, **given))
+        copied.num_steps = self._num_steps
+        return copied
 
     def step(self, *args: Any, target: Any = None, **kwargs: Any) -> PipeResult:
         """Forward and backward of one batch: `loss_fn(model(*args, **kwargs), target)`, averaged over its rows."""
         result = self._run((args, kwargs, target), "step")
         self._num_steps += 1
-        self._leave_gradients(self._require_current().run.gradients())
-        if self.options.max_grad_norm is not None:
-            result = replace(result, grad_norm=self._clip(self.options.max_grad_norm))
-        if self.options.optimizer is not None:
-            self._update(self.model, self.options.optimizer)
+        optimizer = self.options.optimizer
+        run = self._require_current().run
+        with run.telling():
+            self._leave_gradients(run.gradients({} if optimizer is None else option_facts("optimizer", optimizer)))
+            if self.options.max_grad_norm is not None:
+                result = replace(result, grad_norm=self._clip(self.options.max_grad_norm))
+            if optimizer is not None:
+                self._update(self.model, optimizer)
         return result
 
     def clip_grad_norm_(self, max_norm: float) -> torch.Tensor:
@@ -181,7 +181,7 @@ class Pipe:
             tree.flatten(((self.model, *one, scale), {}))[0]
             for one, scale in zip(batches.arguments, scales, strict=True)
         ]
-        return _result(compiled, compiled.run.run(leaves, self._num_steps), leaves, batches)
+        return result_of(compiled.graphs, compiled.run.run(leaves, self._num_steps), leaves, batches)
 
     @property
     def schedule(self) -> Schedule:
@@ -233,15 +233,19 @@ class Pipe:
         return self._current
 
     def _compiled_for(self, batches: MicroBatches, kind: _Kind, call: str, calls: Calls | None) -> _Compiled:
-        smallest = () if batches.num_large == len(batches.sizes) else _signature(self.model, batches.arguments[-1])
-        key = (kind, batches.num_large, _signature(self.model, batches.arguments[0]), smallest)
-        if calls is not None:
-            self._tell(key, batches, call, calls)
+        smallest = () if batches.num_large == len(batches.sizes) else signature(self.model, batches.arguments[-1])
+        key = (kind, batches.num_large, signature(self.model, batches.arguments[0]), smallest)
+        let_others_capture()
         known = self._compiled.get(key)
         given = SimpleNamespace(args=(self.model, *batches.arguments[0], None), kwargs={})
-        changed = None if known is None else known.reads.check(given)
+        changed = None if known is None else known.guard.check(given)
+        if changed is not None:
+            logger.warning("the pipeline is captured again because %s", changed)
+        if calls is not None:
+            self._tell(key, batches, call, calls, is_new=known is None or changed is not None)
         if known is not None and changed is not None:
-            logger.warning("the pipeline is captured again because %s", changed.reason)
+            if calls is not None:
+                calls.require_same()  # connections are given back by all or by none
             self._compiled.pop(key).run.close()
         if key not in self._compiled:
             started = time.perf_counter()
@@ -249,21 +253,26 @@ class Pipe:
             logger.info("captured a pipeline in %.1f s", time.perf_counter() - started)
         return self._compiled[key]
 
-    def _tell(self, key: Any, batches: MicroBatches, call: str, calls: Calls) -> None:
+    def _tell(self, key: Any, batches: MicroBatches, call: str, calls: Calls, *, is_new: bool) -> None:
         """Say what this rank does, and see now and then that optimizers are still alike."""
         if key not in self._described:
             self._described[key] = call_facts(call, self.model, batches, tree.flatten(batches.arguments[0])[0])
-        calls.tell(self._described[key] | {"the number of steps before it": self._num_steps})
+        runs = "a new capture" if is_new else "a known capture"
+        calls.tell(self._described[key] | {"the number of steps before it": self._num_steps, "what it runs": runs})
         if self.options.optimizer is not None and is_due(calls.number):
             facts = option_facts("optimizer", self.options.optimizer)
             calls.require_same()
             calls.ranks.require_agreement(calls.moment("options"), {"the options of optimizers": facts})
+            if self._current is not None and self.options.lower == "none":  # regions of other graphs round otherwise
+                require_same_values(calls, self.model, self.options.optimizer, self._current.run.shared_parameters())
 
     def _compile(self, batches: MicroBatches, kind: _Kind, calls: Calls | None) -> _Compiled:
         """Capture, cut and connect; ranks agree first on what they were given, then on what they made of it."""
         if calls is not None:
             calls.require_same()
             calls.ranks.require_agreement(calls.moment("given"), given_facts(self.model, self.options))
+        if kind.is_training:
+            refuse_hooks(self.model)
         captured, graph = self._captured(batches.arguments[0], batches.shares[0], kind)
         names = [node.name for node in graph.calls()]
         remat = self._remat(graph, kind)
@@ -280,7 +289,8 @@ class Pipe:
             run = self._connected(graphs, schedule, calls)
         if kind.is_training:
             self._forget_evaluations()
-        return _Compiled(graphs, plan, schedule, run, ReadGuard(list(captured.recording.roots), found_type))
+        with one_at_a_time():  # guards keep what they see of torch
+            return _Compiled(graphs, plan, schedule, run, CaptureGuard(captured))
 
     def _small(
         self,
@@ -309,7 +319,7 @@ class Pipe:
     def _captured(self, arguments: Any, share: float, kind: _Kind) -> tuple[Capture, StepGraph]:
         """One micro-batch as it was captured, and with ops as those who run it like them."""
         captured = self._capture(arguments, share, kind)
-        _refuse_python(captured)
+        refuse_python(captured)
         graph = run_passes(captured.graph, _PASSES)
         number_draws(graph)
         is_lowered = self.options.lower == "inductor"
@@ -335,10 +345,14 @@ class Pipe:
         """This rank's part of the job, which is shared out once all ranks have the same to run."""
         require_room(schedule.num_ranks)
         calls.ranks.require_agreement(calls.moment("made"), made_facts(graphs.cuts, schedule))
+        is_first = self._processes is None
         if self._processes is None:
             self._processes = Processes.of(schedule.num_ranks)
             share_model(self.model)
-        return PipelineRank(graphs, schedule, self.options.seed, self._processes, calls)
+        run = PipelineRank(graphs, schedule, self.options.seed, self._processes, calls)
+        if is_first or self.options.lower == "none":
+            require_same_values(calls, self.model, self.options.optimizer, run.shared_parameters())
+        return run
 
     def _cut(self, captured: Capture, graph: StepGraph, kind: _Kind) -> tuple[CutGraph, SplitPlan | None]:
         """Stages where the plan wants them, or, once there are stages for training, the same ones."""
@@ -410,60 +424,8 @@ class Pipe:
             parameter.grad = gradient if parameter.grad is None else parameter.grad + gradient
 
 
-def _refuse_python(captured: Capture) -> None:
-    """Stages run on several ranks and many times for a batch: what Python would do once has no place there."""
-    recording = captured.recording
-    what = [f"changes '{change.name}'" for change in recording.effects.changes]
-    what += ["prints or logs something"] if recording.effects.outputs else []
-    what += ["draws from Python's or NumPy's generators"] if recording.program.generators else []
-    what += ["sets torch's random state"] if any(n.target in RANDOM_STATE for n in captured.graph.calls()) else []
-    if what:
-        raise PipelineError(f"the model or the loss {what[0]}, which a pipeline cannot do; do it outside of it")
-
-
 def _lower_programs(found: CutGraph) -> None:
     """Make regions of the programs of all stages."""
     for stage in found.stages:
         for kind in Kind:
             Lower().apply(stage.program(kind).graph)
-
-
-def _signature(model: nn.Module, arguments: Any) -> Any:
-    """What a capture depends on: sizes and types of a micro-batch, modes of the model, autocast."""
-    leaves, spec = tree.flatten(arguments)
-    kinds = tuple(_kind(leaf) for leaf in leaves)
-    modes = tuple(module.training for module in model.modules())
-    trained = tuple(parameter.requires_grad for parameter in model.parameters())
-    casts = tuple(
-        (device, torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None)
-        for device in ("cpu", "cuda")
-    )
-    return kinds, str(spec), modes, trained, casts
-
-
-def _kind(leaf: Any) -> Any:
-    if isinstance(leaf, torch.Tensor):
-        return tuple(leaf.shape), leaf.stride(), leaf.dtype, leaf.device, leaf.requires_grad
-    return type(leaf), leaf
-
-
-def _result(
-    compiled: _Compiled, outputs: list[dict[int, Any]], leaves: list[list[Any]], batches: MicroBatches
-) -> PipeResult:
-    """Losses and outputs of micro-batches as those of the batch; None for what other ranks have."""
-    num_outputs = compiled.graphs.cut.num_outputs
-    parts = [
-        compiled.graphs.captured.outputs.fill(
-            Filling(
-                tuple(one.get(index) for index in range(num_outputs)), own, compiled.graphs.captured.recording.numbers
-            )
-        )
-        for one, own in zip(outputs, leaves, strict=True)
-    ]
-    losses = [loss for loss, _ in parts if loss is not None]
-    loss = mean(losses, batches) if losses else None
-    flat = [tree.flatten(output) for _, output in parts]
-    if flat[0][0] == [None] or not flat[0][0]:
-        return PipeResult(loss)
-    merged = [joined(column, batches) for column in zip(*(values for values, _ in flat), strict=True)]
-    return PipeResult(loss, tree.fill(parts[0][1], merged))

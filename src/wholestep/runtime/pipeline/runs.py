@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Generator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,11 +12,13 @@ import torch
 import torch.distributed as dist
 
 from wholestep.capture import Capture
+from wholestep.errors import RankError
 from wholestep.graph import SlotKind
 from wholestep.pipe.cut import CutGraph
 from wholestep.pipe.schedule import Action, Schedule
 from wholestep.pipe.simulate import Timeline
 from wholestep.runtime.agreement import lost_peer, require_same
+from wholestep.runtime.pipeline.alike import number_of, options_differ
 from wholestep.runtime.pipeline.averages import Averages
 from wholestep.runtime.pipeline.calls import Calls
 from wholestep.runtime.pipeline.clock import clock_for, lead_s
@@ -24,6 +28,8 @@ from wholestep.runtime.pipeline.local import LocalRun
 from wholestep.runtime.pipeline.processes import Processes
 from wholestep.runtime.pipeline.programs import StageRunner, summed_gradients
 from wholestep.runtime.pipeline.rank import RankRun
+
+_PARAM = f"{SlotKind.PARAM}."
 
 
 @dataclass(frozen=True)
@@ -66,7 +72,11 @@ class LocalPipeline:
         """Run a step; returns what it returns for each micro-batch, by position."""
         return self._run.run(micro_batches, step)
 
-    def gradients(self) -> dict[str, torch.Tensor]:
+    def telling(self) -> AbstractContextManager[None]:
+        """There is nobody to be told of a failure."""
+        return contextlib.nullcontext()
+
+    def gradients(self, options: Mapping[str, Any]) -> dict[str, torch.Tensor]:
         """Gradients of the last step by name of the parameter, which are forgotten here."""
         found = summed_gradients([runner.gradients for runner in self._runners])
         for runner in self._runners:
@@ -76,6 +86,10 @@ class LocalPipeline:
     def total(self, squared: torch.Tensor, max_norm: float) -> torch.Tensor:
         """The sum of a number over all processes, of which there is one."""
         return squared
+
+    def shared_parameters(self) -> list[str]:
+        """Nobody else updates anything."""
+        return []
 
     def timeline(self) -> Timeline:
         """When everything ran in the last step: one action at a time, ranks take turns."""
@@ -94,11 +108,12 @@ class PipelineRank:
         self._cut = cut
         self._name = schedule.name
         self._processes = processes
+        self._calls = calls
         self._runners = {stage: graphs.runner(stage) for stage in own}
         self._exchange = ProcessExchange(
             cut, schedule, processes.rank, processes.pipeline, calls, small=graphs.cuts[-1], num_large=graphs.num_large
         )
-        self._averages = Averages(processes.equals, processes.num_replicas, self._exchange.wait_for)
+        self._averages = Averages(processes.equals, processes.num_replicas, self._exchange.wait_for, cut.device)
         replica = processes.pipeline[0] // len(processes.pipeline)  # each draws masks of its own
         self._run = RankRun(
             cut,
@@ -122,14 +137,47 @@ class PipelineRank:
         """Run a step; returns what this rank's stages return for each micro-batch, by position."""
         return self._run.run(micro_batches, step)
 
-    def gradients(self) -> dict[str, torch.Tensor]:
-        """Gradients of the last step, summed over the stages that share a parameter and averaged over replicas."""
-        found = sum_shares(self._cut, self._runners, self._exchange)
+    @contextlib.contextmanager
+    def telling(self) -> Generator[None]:
+        """If the block raises on this rank, the others, who may be in their next step, raise too.
+
+        Not if ranks differ, which all of them find out.
+        """
+        try:
+            yield
+        except RankError:
+            raise
+        except BaseException as error:
+            self._exchange.fail(None, error)
+            raise
+
+    def gradients(self, options: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+        """Gradients of the last step, summed over the stages that share a parameter and averaged over replicas.
+
+        Raises `RankError` if ranks that update the same parameters have other `options` for that.
+        """
+        mark = number_of(options)
+        self._averages.start_comparison(mark)
+        found, others = sum_shares(self._cut, self._runners, self._exchange, mark)
         for runner in self._runners.values():
             runner.gradients = {}
-        self._averages.start(found, [name for name in found if self._is_shared(f"{SlotKind.PARAM}.{name}")])
-        self._averages.finish()
+        self._averages.start(found, [name for name in found if self._is_shared(f"{_PARAM}{name}")])
+        is_same = self._averages.finish()
+        if others or not is_same:
+            replicas = [] if is_same else dist.get_process_group_ranks(self._processes.equals)
+            error = options_differ(self._calls, options, {*others, *replicas})
+            self._exchange.refuse(error)
+            raise error
         return found
+
+    def shared_parameters(self) -> list[str]:
+        """Names of the parameters of this rank's stages that other ranks update, too."""
+        own = [slot for slot in self._cut.holders if slot in self.slots and slot.startswith(_PARAM)]
+        is_everything = self._processes.num_replicas > 1
+        return [slot.removeprefix(_PARAM) for slot in own if is_everything or self._is_on_others(slot)]
+
+    def _is_on_others(self, slot: str) -> bool:
+        return any(stage not in self._runners for stage in self._cut.holders[slot])
 
     def total(self, squared: torch.Tensor, max_norm: float) -> torch.Tensor:
         """The sum of a number over all ranks of the job, replicas counted once; all of them must clip to one norm."""

@@ -17,9 +17,17 @@ def update(model: nn.Module, optimizer: Optimizer) -> None:
     optimizer.zero_grad()
 
 
-def compiled_update(lower: str) -> StepRunner:
+class Update:
     """`update` as a graph for the parameters that have gradients: those of this rank's stages."""
-    return StepRunner(update, StepOptions(dynamic_batch=False, cross_iteration="none", lower=lower))
+
+    def __init__(self, lower: str) -> None:
+        self._compiled = StepRunner(update, StepOptions(dynamic_batch=False, cross_iteration="none", lower=lower))
+
+    def __call__(self, model: nn.Module, optimizer: Optimizer) -> None:
+        """A rank whose stages have nothing to train still steps: hooks of the optimizer and schedulers count steps."""
+        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        is_trained = any(parameter.grad is not None for parameter in parameters)
+        (self._compiled if is_trained else update)(model, optimizer)
 
 
 def clip_gradients(

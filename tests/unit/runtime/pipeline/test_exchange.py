@@ -27,16 +27,16 @@ class Others:
 
     stages: list[int]
 
-    def swap_shares(self, own: dict[Share, Tensor]) -> dict[Share, Tensor]:
+    def swap_shares(self, own: dict[Share, Tensor], mark: int) -> tuple[dict[Share, Tensor], list[int]]:
         assert {stage for stage, slot in own if slot == "param.tied"} == set(SHARES) - set(self.stages)
-        return {(stage, "param.tied"): SHARES[stage] for stage in self.stages}
+        return {(stage, "param.tied"): SHARES[stage] for stage in self.stages}, []
 
 
 def summed(own: list[int]) -> dict[str, Tensor]:
     cut = CutGraph(cast(tuple[Stage, ...], tuple(SHARES)), 0)
     holders: Any = {stage: Holder({"param.tied": SHARES[stage], f"param.own{stage}": torch.ones(1)}) for stage in own}
     others: Any = Others([stage for stage in SHARES if stage not in own])
-    return sum_shares(cut, holders, others)
+    return sum_shares(cut, holders, others)[0]
 
 
 def test_every_rank_adds_shares_in_the_same_order_from_the_last_stage_on() -> None:
