@@ -44,8 +44,8 @@ def checked_run(
     """Run a step in eager and through its graph from the same state; raise `VerificationError` if they differ.
 
     `peers` are the ranks that run the same call; `outside` is what else the step may change. What the step prints and
-    logs is said once, by eager. The state afterwards is the graph's. If they differ by more than rounding, it is put back
-    to what it was before the call, and if they do so on one rank, on all.
+    logs is said once, by eager. The state afterwards is the graph's. If they differ by more than rounding, it is put
+    back to what it was before the call, and if they do so on one rank, on all.
     """
     capture = chosen.capture
     capture.recording.program.undo_draws()
