@@ -13,8 +13,8 @@ import random
 import signal
 import threading
 from collections.abc import Callable
-from pathlib import Path
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import pytest
