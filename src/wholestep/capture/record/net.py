@@ -12,10 +12,12 @@ import contextlib
 import functools
 import gc
 import importlib.metadata
+import logging
 import os
 import re
 import sys
 import sysconfig
+import warnings
 from collections.abc import Callable, Generator, Iterator
 from types import CodeType, FrameType, FunctionType
 from typing import Any
@@ -53,7 +55,7 @@ def _siblings(function: FunctionType) -> Iterator[FunctionType]:
 
 
 def _must_be_seen(frame: Any) -> bool:
-    """Whether a frame is the user's, and not there because something is imported for the first time."""
+    """Whether a frame is the user's, and not there because torch logs, warns or imports something."""
     filename = frame.f_code.co_filename
     if filename.startswith("<"):  # generated: for the module whose globals it has
         is_typed_in = frame.f_globals.get("__name__") == "__main__"
@@ -61,9 +63,15 @@ def _must_be_seen(frame: Any) -> bool:
     if not _is_anybodys(filename):
         return False
     below: FrameType | None = sys._getframe(2)  # pyright: ignore[reportPrivateUsage]
-    while below is not None and not below.f_code.co_filename.startswith("<frozen importlib"):
+    while below is not None and not _calls_for_itself(below.f_code.co_filename):
         below = below.f_back
     return below is None
+
+
+@functools.cache
+def _calls_for_itself(filename: str) -> bool:
+    """Handlers and hooks of logging, warnings and imports; what the step itself logs is kept for later (`outside`)."""
+    return filename.startswith("<frozen importlib") or filename in (logging.__file__, warnings.__file__)
 
 
 @functools.cache
