@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from tests.parity import RandomStream
 from tests.pictures import Picture, differences, generators, picture
 from torch import Tensor, nn
+from torch.fx.experimental.proxy_tensor import get_proxy_mode
 from torch.optim import Optimizer
 
 import wholestep
@@ -36,6 +37,11 @@ class SmallNet(nn.Module):
 
 def adam(parameters: Any) -> Optimizer:
     return torch.optim.Adam(parameters, lr=0.01)
+
+
+def is_captured() -> bool:
+    """Whether a step is being traced: what no step should ask, and a test of what happens if one can."""
+    return get_proxy_mode() is not None
 
 
 def small_world(

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from tests.twins import SmallNet, World, mse_step, pair, small_world
+from tests.twins import SmallNet, World, is_captured, mse_step, pair, small_world
 from torch import Tensor, nn
 from torch.optim import AdamW, Optimizer
 
@@ -124,7 +124,7 @@ class TwoFaced(nn.Module):
 
     def forward(self, features: Tensor) -> Tensor:
         heads = features.view(1, 1, *features.shape)
-        if type(features) is Tensor:
+        if not is_captured():
             attended = F.scaled_dot_product_attention(heads, heads, heads)
         else:
             attended = heads + 1
@@ -139,7 +139,7 @@ def test_another_attention_path_is_the_cause() -> None:
 
 def test_generators_of_python_and_numpy_are_compared_and_put_back() -> None:
     def step(model: nn.Module, optimizer: Optimizer, features: Tensor, targets: Tensor) -> Tensor:
-        if type(features) is Tensor:  # not while it is captured
+        if not is_captured():
             random.random()
             np.random.rand()
         return mse_step(model, optimizer, features, targets)
