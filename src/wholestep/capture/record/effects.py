@@ -33,6 +33,8 @@ class Change:
     name: str
     path: tuple[Any, ...]
     prepare: Prepare
+    is_repeat: bool
+    """Whether it only writes what was there before."""
 
 
 @dataclass(frozen=True)
@@ -64,8 +66,9 @@ def find_effects(
     changes: list[Change] = []
     for item in kept:
         place = place_of(item.owner)
-        if place is not None and item.has_changed():
-            changes.append(Change(str(place), place.path, _change(item, place, templates)))
+        if place is not None and ((has_changed := item.has_changed()) or item.was_written):
+            prepare = _change(item, place, templates)
+            changes.append(Change(str(place), place.path, prepare, is_repeat=not has_changed))
     said = [
         (
             output.function,

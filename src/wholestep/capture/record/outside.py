@@ -33,6 +33,7 @@ from wholestep.errors import CaptureError
 if TYPE_CHECKING:
     from wholestep.capture.record.calls import Handler
     from wholestep.capture.record.recorder import Recorder
+    from wholestep.capture.record.state import Kept
 
 _PROGRESS = ("update", "set_description", "set_description_str", "set_postfix", "set_postfix_str", "refresh", "close")
 _IN_PLACE = ("shuffle", "permutation")
@@ -61,10 +62,14 @@ class Output:
         return Output(self.function, *self.then)
 
 
+def _is_touched(kept: Kept) -> bool:
+    return kept.was_written or kept.has_changed()
+
+
 def has_changed(recorder: Recorder, owner: Any) -> bool:
     """Whether the step has written to an owner, or to what it holds."""
     parts = [owner, recorder.namespace_of(owner) if recorder.place_of(owner) is not None else None]
-    if any(part is not None and id(part) in recorder.kept and recorder.kept[id(part)].has_changed() for part in parts):
+    if any(part is not None and id(part) in recorder.kept and _is_touched(recorder.kept[id(part)]) for part in parts):
         return True
     items = owner.values() if isinstance(owner, dict) else owner if isinstance(owner, CONTAINERS) else ()
     return any(has_changed(recorder, item) for item in items if not is_plain(item))

@@ -79,10 +79,13 @@ class Kept:
         else:
             _restore_attributes(owner, before)
 
+    @property
+    def was_written(self) -> bool:
+        """Whether something was done to the owner, whatever came of it."""
+        return bool(self.operations or self.keys or self.is_cleared)
+
     def has_changed(self) -> bool:
-        """Whether the owner was written to, or holds something else now, or the same in another order."""
-        if self.operations or self.keys or self.is_cleared:
-            return True
+        """Whether the owner holds something else now, or the same in another order."""
         now = content_of(self.owner)
         if isinstance(now, np.ndarray):
             return now.tobytes() != self.before.tobytes()

@@ -56,7 +56,7 @@ def _kind(leaf: Any) -> Any:
 def refuse_python(captured: Capture) -> None:
     """Stages run on several ranks and many times for a batch: what Python would do once has no place there."""
     recording = captured.recording
-    what = [f"changes '{change.name}'" for change in recording.effects.changes]
+    what = [f"changes '{change.name}'" for change in recording.effects.changes if not change.is_repeat]
     what += ["prints or logs something"] if recording.effects.outputs else []
     what += ["draws from Python's or NumPy's generators"] if recording.program.generators else []
     what += ["sets torch's random state"] if any(n.target in RANDOM_STATE for n in captured.graph.calls()) else []
