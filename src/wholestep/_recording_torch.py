@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import gc
+import platform
 import sys
 from collections.abc import Callable, Generator
 from types import CodeType
@@ -144,8 +145,15 @@ is_mkldnn_enabled: Callable[[], bool] = torch._C._get_mkldnn_enabled
 # Default devices are such modes.
 num_function_modes: Callable[[], int] = torch._C._len_torch_function_stack
 
+
+def _version_unless_empty(owner: dict[Any, Any]) -> int:
+    """From Python 3.12 on, torch does not notice that an empty dict is filled with another one's items at once."""
+    return _guards.dict_version(owner) if owner else -1
+
+
+_NOTICES_ALL = [*map(int, platform.python_version_tuple()[:2])] < [3, 12]
 # A number that changes with every write to a dict.
-dict_version: Callable[[dict[Any, Any]], int] = _guards.dict_version
+dict_version: Callable[[dict[Any, Any]], int] = _guards.dict_version if _NOTICES_ALL else _version_unless_empty
 
 
 def tensor_hooks(tensor: torch.Tensor) -> list[Callable[..., Any]]:

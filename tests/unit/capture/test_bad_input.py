@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from tests.parity import differences
-from tests.twins import SmallNet, Twins, World, adam, mse_step, observe, pair, small_world
+from tests.twins import SmallNet, Twins, World, adam, is_captured, mse_step, observe, pair, small_world
 from torch import Tensor, nn
 from torch.nn.parameter import UninitializedParameter
 from torch.optim import SGD, Optimizer
@@ -524,7 +524,7 @@ def test_an_exception_in_the_middle_of_the_optimizer() -> None:
 def test_an_exception_in_the_forward_leaves_no_cache_on_the_module() -> None:
     class Caching(SmallNet):
         def forward(self, features: Tensor) -> Tensor:
-            if type(features) is not Tensor:
+            if is_captured():
                 self.cache = features * torch.rand(())
                 self.register_buffer("late", torch.ones(1))
                 raise KeyError("missing")  # refused
