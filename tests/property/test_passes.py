@@ -117,8 +117,8 @@ def test_pipelines_on_random_steps(family: str, num_steps: int) -> None:
     ("name", "optimizer_name"),
     [
         ("mlp", "adam"),
-        ("gpt", "adamw_fused"),
-        ("resnet", "sgd"),
+        pytest.param("gpt", "adamw_fused", marks=pytest.mark.slow),
+        pytest.param("resnet", "sgd", marks=pytest.mark.slow),
         ("lstm", "adamw_foreach"),
         ("custom_function", "adafactor"),
     ],

@@ -26,7 +26,7 @@ def run(plan: Plan) -> Twins:
     return twins
 
 
-@pytest.mark.parametrize("num_steps", [20, pytest.param(200, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("num_steps", [10, pytest.param(200, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_random_steps_are_eagers(family: str, num_steps: int) -> None:
     @settings(DETERMINISTIC, max_examples=num_steps)

@@ -129,6 +129,7 @@ def test_the_table_of_two_ranks_gives_reasons(
     assert text.endswith("are equal, bit for bit. report: report.html (7 s in all)")
 
 
+@pytest.mark.slow
 def test_losses_that_differ_are_a_failure(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -204,6 +204,7 @@ def exact_answers() -> str:
     )
 
 
+@pytest.mark.slow
 def test_answers_are_the_same_each_time_and_in_other_processes() -> None:
     script = "from tests.unit.remat.test_exact import exact_answers\nprint(exact_answers())\n"
     other = subprocess.run(

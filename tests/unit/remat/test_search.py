@@ -130,6 +130,7 @@ def test_what_must_be_kept_or_dropped_is() -> None:
         assert {"wide_2", "bent_2"} <= again
 
 
+@pytest.mark.slow
 def test_plans_do_not_depend_on_hash_seeds() -> None:
     script = (
         "from tests.unit.remat.test_search import layers\n"

@@ -117,6 +117,7 @@ def test_a_refused_budget_leaves_everything_as_it_was() -> None:
     assert torch.equal(state, torch.get_rng_state())
 
 
+@pytest.mark.slow
 def test_euler_holds_at_every_budget() -> None:
     """The loss is homogeneous in each weight, so <w, w.grad> is the loss: other masks in the backward would show."""
 

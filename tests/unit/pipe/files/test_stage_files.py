@@ -151,6 +151,7 @@ def run_here(step: MicroStep, stages: tuple[Stage, ...]) -> dict[str, Tensor]:
     return gradients
 
 
+@pytest.mark.slow
 def test_stages_run_where_the_model_cannot_be_imported(tmp_path: Path) -> None:
     expected: dict[str, dict[str, Tensor]] = {}
     for name in ("gpt", "resnet", "t5", "net"):
