@@ -26,7 +26,11 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch._subclasses.functional_tensor import FunctionalTensor
 
 from wholestep._fake_torch import is_blank
+from wholestep.capture.record import follow
 from wholestep.runtime.runner import StepRunner
+
+# What is noted here while a step is traced is no part of it.
+follow._is_followed[__file__] = False  # pyright: ignore[reportPrivateUsage]
 
 _TENSORS = (FakeTensor, FunctionalTensor)
 _SYMBOLS = (torch.SymInt, torch.SymFloat, torch.SymBool)

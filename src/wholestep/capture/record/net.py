@@ -15,6 +15,7 @@ import importlib.metadata
 import logging
 import os
 import re
+import signal
 import sys
 import sysconfig
 import warnings
@@ -60,12 +61,18 @@ def _must_be_seen(frame: Any) -> bool:
     if filename.startswith("<"):  # generated: for the module whose globals it has
         is_typed_in = frame.f_globals.get("__name__") == "__main__"
         filename = frame.f_globals.get("__file__", filename if is_typed_in else "<frozen>")
-    if not _is_anybodys(filename):
+    if not _is_anybodys(filename) or _runs_at_any_time(frame.f_code):
         return False
     below: FrameType | None = sys._getframe(2)  # pyright: ignore[reportPrivateUsage]
     while below is not None and not _calls_for_itself(below.f_code.co_filename):
         below = below.f_back
     return below is None
+
+
+def _runs_at_any_time(code: CodeType) -> bool:
+    """Whether a function is called when something is collected or a signal comes, not by the step."""
+    handlers = [*gc.callbacks, *map(signal.getsignal, signal.valid_signals())]
+    return code.co_name == "__del__" or any(getattr(handler, "__code__", None) is code for handler in handlers)
 
 
 @functools.cache

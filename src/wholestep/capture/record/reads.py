@@ -39,6 +39,10 @@ def read_attribute(recorder: Recorder, owner: Any, name: str) -> None:
     find_attribute(recorder, owner, name, place)
 
 
+_NAMED_PART: type = type(vars(functools._CacheInfo)["hits"])  # pyright: ignore[reportPrivateUsage]
+"""How a named tuple's parts are found by name."""
+
+
 def find_attribute(recorder: Recorder, owner: Any, name: str, place: Place | None) -> None:
     """An attribute of an object, as `object.__getattribute__` finds it."""
     if name == "__dict__":
@@ -57,6 +61,9 @@ def find_attribute(recorder: Recorder, owner: Any, name: str, place: Place | Non
             if isinstance(owner, CONTAINERS):
                 recorder.read_all(owner)
             refuse_hidden_state(recorder, owner)
+        return
+    if type(member) is _NAMED_PART:
+        recorder.read_all(owner)
         return
     if member is not ABSENT and hasattr(type(member), "__get__"):
         recorder.follow_operators(member)
