@@ -145,7 +145,9 @@ def choose(recorder: Recorder, function: Any, args: tuple[Any, ...], kwargs: dic
 
 
 def _is_to_be_told(recorder: Recorder, value: Any) -> bool:
-    """Whether a value is a method of C code that writes to or reads an object from outside (`history.append`)."""
+    """Whether a value is C code that writes to or reads objects from outside: `history.append`, an `attrgetter`."""
+    if type(value) in _GETTERS:
+        return True
     if type(value) not in (types.BuiltinMethodType, types.MethodWrapperType):
         return False
     return recorder.place_of(value.__self__) is not None and not isinstance(value.__self__, types.ModuleType)
