@@ -364,9 +364,16 @@ def _rebindable_guard(capture: Capture) -> OwnerCheck:
         buffer_types.tensors, state_types.tensors = tensors[:num_buffers], tensors[num_buffers:]
         return state_types.difference()
 
+    fits = True
+
     def check(_: object) -> str | None:
-        difference = look() if buffers.written() or state.is_written() else None
-        return difference or buffer_types.difference()
+        nonlocal fits
+        if not fits or buffers.written() or state.is_written():
+            difference = look()
+            fits = difference is None  # or it has to be looked at again, although nobody writes
+            if difference is not None:
+                return difference
+        return buffer_types.difference()
 
     return check
 

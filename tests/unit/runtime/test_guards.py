@@ -28,6 +28,7 @@ from torch.optim.lr_scheduler import (
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 import wholestep
+from wholestep.runtime.guards import Call
 
 X, Y = pair()
 OTHER_X, OTHER_Y = pair(seed=1)
@@ -992,6 +993,14 @@ def test_a_buffer_changed_in_place(kind: str) -> None:
     twins = buffered(BUFFERS[kind])
     twins.steps(2, X, Y)
     assert twins.num_captures == 2
+
+
+def test_what_does_not_fit_once_does_not_fit_the_next_time() -> None:
+    twins = buffered(BUFFERS["another one"])
+    world, first = twins.worlds[1], twins.compiled._current
+    call = Call.of(mse_step, (world.model, world.optimizer, X, Y), {})
+    reasons = [first.check(call).reason for _ in range(3)]
+    assert reasons == ["a buffer was added to or removed from a module"] * 3
 
 
 def test_a_buffer_that_is_to_be_trained_from_now_on() -> None:
