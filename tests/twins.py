@@ -65,6 +65,15 @@ def mse_step(model: Callable[..., Tensor], optimizer: Optimizer, features: Tenso
     return loss
 
 
+def square_step(model: Callable[..., Tensor], optimizer: Optimizer, features: Tensor) -> Tensor:
+    """The ordinary train step without targets."""
+    optimizer.zero_grad()
+    loss = model(features).square().mean()
+    loss.backward()
+    optimizer.step()
+    return loss
+
+
 def pair(size: int = 6, seed: int = 0) -> tuple[Tensor, Tensor]:
     """Four features and three targets for each example."""
     generator = torch.Generator().manual_seed(seed)

@@ -23,7 +23,7 @@ from torch._dynamo.types import ConvertFrameReturn, FrameAction, FrameExecStrate
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
 from wholestep._threads import only_where
-from wholestep._torch import FunctionalTensor, outside_modes
+from wholestep._torch import outside_modes
 
 
 @contextlib.contextmanager
@@ -54,13 +54,6 @@ def sizes_are_shown(is_asking: Callable[[Any], bool]) -> Generator[None]:
             original = getattr(torch.SymInt, name)
             stack.enter_context(mock.patch.object(torch.SymInt, name, shown(original)))
         yield
-
-
-def class_in_eager(value: Any) -> type:
-    """The class that a value has when the step is not traced."""
-    if isinstance(value, FunctionalTensor):
-        return torch.nn.Parameter if isinstance(value, torch.nn.Parameter) else torch.Tensor
-    return type(value)
 
 
 # Hooks that a step runs. Of a module: `_parameters` comes first, then all other dicts that it keeps its parts in.

@@ -158,7 +158,7 @@ def _refuse(*_: Any) -> None:
 
 
 def test_what_only_some_ranks_do_is_told(tmp_path: Path) -> None:
-    """D16, D12: not a hang, not the union of what they have, not half of them loaded."""
+    """Not a hang, not the union of what they have, not half of them loaded."""
     first, second = run_ranks(saved_by_some, 2, tmp_path)
     for texts in (first, second):
         assert "'note.b' is there on rank 1 and not on rank 0" in texts[0]

@@ -1,6 +1,6 @@
 """Ranks of a pipeline that update the same parameters stay alike or end with a `RankError`, and tell of failures.
 
-Tied parameters live on two ranks (D21), replicas have all of theirs in common, a stage may have none at all (D20).
+Tied parameters live on two ranks, replicas have all of theirs in common, a stage may have none at all.
 """
 
 from __future__ import annotations

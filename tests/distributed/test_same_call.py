@@ -1,4 +1,4 @@
-"""Ranks that run something else in one call learn it before the first collective of that call (D5, D18, D6).
+"""Ranks that run something else in one call learn it before the first collective of that call.
 
 Everything they run has been agreed on before: only what is chosen in the odd call differs. Rank 1 is the odd one.
 """
@@ -230,7 +230,7 @@ def _difference_on_rank_1() -> tuple[list[tuple[int, bool]], list[Tensor]]:
 
 
 def test_the_verdict_of_a_check_is_one_for_all_ranks() -> None:
-    """D15: the state before the call is back everywhere. D19: ranks may have other default dtypes."""
+    """The state before the call is back everywhere. Ranks may have other default dtypes."""
     (refused, mine), (refused_too, other) = run_ranks(_difference_on_rank_1, 2)
     assert refused == refused_too == [(1, True)]
     assert all(map(torch.equal, mine, other))

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from tests.twins import Twins, World
+from tests.twins import Twins, World, square_step
 from torch import Tensor, nn
 from torch.optim import SGD, Optimizer
 
@@ -90,14 +90,6 @@ LOOKUPS: dict[str, Callable[[], Callable[[Any, int], Tensor]]] = {
     "lru_cache": lambda: in_lru_cache,
     "global": global_lookup,
 }
-
-
-def square_step(model: nn.Module, optimizer: Optimizer, features: Tensor) -> Tensor:
-    optimizer.zero_grad()
-    loss = model(features).square().mean()
-    loss.backward()
-    optimizer.step()
-    return loss
 
 
 def batch(length: int, seed: int) -> Tensor:

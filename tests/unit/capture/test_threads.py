@@ -1,4 +1,4 @@
-"""A capture and the other threads of a process: they take turns to capture, and eager code runs as ever (D14, D22)."""
+"""A capture and the other threads of a process: they take turns to capture, and eager code runs as ever."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.twins import square_step
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
@@ -16,14 +17,6 @@ from torch.utils.checkpoint import checkpoint
 import wholestep
 
 capturing = importlib.import_module("wholestep.capture.capture")
-
-
-def train(model: nn.Module, optimizer: torch.optim.Optimizer, batch: Tensor) -> Tensor:
-    optimizer.zero_grad()
-    loss = model(batch).square().mean()
-    loss.backward()
-    optimizer.step()
-    return loss
 
 
 def made(seed: int = 0) -> tuple[nn.Module, torch.optim.Optimizer]:
@@ -67,7 +60,7 @@ def during_a_trace(monkeypatch: pytest.MonkeyPatch, visit: Callable[[], None]) -
 def test_threads_that_capture_at_once_train_as_in_eager() -> None:
     batch = torch.randn(6, 4)
     pairs = [made(seed) for seed in range(3)]
-    steps = [wholestep.compile(lambda *args: train(*args)) for _ in pairs]
+    steps = [wholestep.compile(lambda *args: square_step(*args)) for _ in pairs]
     barrier = threading.Barrier(len(pairs))
     errors: list[BaseException] = []
 
@@ -88,7 +81,7 @@ def test_threads_that_capture_at_once_train_as_in_eager() -> None:
     for seed, (model, _) in enumerate(pairs):
         eager = made(seed)
         for _ in range(3):
-            train(*eager, batch)
+            square_step(*eager, batch)
         for one, other in zip(model.parameters(), eager[0].parameters(), strict=True):
             assert torch.equal(one, other)
 
@@ -106,13 +99,13 @@ def test_eager_code_of_another_thread_runs_on_during_a_trace(monkeypatch: pytest
 
     during_a_trace(monkeypatch, visit)
     model, optimizer = made(1)
-    step = wholestep.compile(train)
+    step = wholestep.compile(square_step)
     step(model, optimizer, batch)
     assert found[:2] == expected[:2]
     assert all(map(torch.equal, found[2:], expected[2:]))
     assert {call.module for call in step.captured.trail.calls} == {"", "0", "1", "2"}
     twin = made(1)
-    train(*twin, batch)
+    square_step(*twin, batch)
     assert all(map(torch.equal, model.parameters(), twin[0].parameters()))
 
 
@@ -136,7 +129,7 @@ def test_a_thread_that_calls_a_model_waits_for_the_capture_of_it(monkeypatch: py
         threads[-1].join(0.2)  # it cannot end before the trace does
 
     during_a_trace(monkeypatch, visit)
-    wholestep.compile(train).prepare(model, optimizer, batch)
+    wholestep.compile(square_step).prepare(model, optimizer, batch)
     for thread in threads:
         thread.join()
     assert found
@@ -144,14 +137,14 @@ def test_a_thread_that_calls_a_model_waits_for_the_capture_of_it(monkeypatch: py
 
 
 def test_a_capture_that_fails_while_threads_run_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    """D22: what other threads do to twins cannot be seen; the error names them as a possible cause."""
+    """What other threads do to twins cannot be seen; the error names them as a possible cause."""
     model, optimizer = made()
 
     def visit() -> None:
         raise RuntimeError("a twin is not what it was")
 
     during_a_trace(monkeypatch, visit)
-    step = wholestep.compile(train)
+    step = wholestep.compile(square_step)
     is_over = threading.Event()
     thread = threading.Thread(target=is_over.wait)
     thread.start()

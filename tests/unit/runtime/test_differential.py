@@ -11,7 +11,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.nn.functional as F
-from tests.twins import SmallNet, Twins, World, is_captured, mse_step, observe, pair, small_world
+from tests.twins import SmallNet, Twins, World, is_captured, mse_step, observe, pair, small_world, square_step
 from torch import Tensor, nn
 from torch.optim import SGD, Adam, Optimizer
 
@@ -318,16 +318,12 @@ def test_the_largest_differences_are_listed_and_all_are_known() -> None:
 def test_a_verified_step_prints_and_logs_once(
     capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
 ) -> None:
-    """D11"""
     model = nn.Linear(3, 2)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 
     @wholestep.compile(verify=2)
     def step(model: nn.Module, optimizer: torch.optim.Optimizer, batch: torch.Tensor) -> torch.Tensor:
-        optimizer.zero_grad()
-        loss = model(batch).square().mean()
-        loss.backward()
-        optimizer.step()
+        loss = square_step(model, optimizer, batch)
         print("done")
         logging.getLogger("step").warning("noted")
         return loss
@@ -339,17 +335,14 @@ def test_a_verified_step_prints_and_logs_once(
 
 
 def test_looking_closer_is_quiet(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    """D11: a difference is looked into by running eager again; nobody asked for that."""
+    """A difference is looked into by running eager again; nobody asked for that."""
     model = nn.Linear(3, 2)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     monkeypatch.setattr(differential, "compare", lambda _expected, _found: {"weight": 1.0})
 
     @wholestep.compile(verify=1)
     def step(model: nn.Module, optimizer: torch.optim.Optimizer, batch: torch.Tensor) -> torch.Tensor:
-        optimizer.zero_grad()
-        loss = model(batch).square().mean()
-        loss.backward()
-        optimizer.step()
+        loss = square_step(model, optimizer, batch)
         print("done")
         return loss
 

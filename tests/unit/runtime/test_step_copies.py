@@ -1,21 +1,14 @@
-"""Copies of compiled steps, alone and with what holds them (D24): as functions and methods are copied."""
+"""Copies of compiled steps, alone and with what holds them: as functions and methods are copied."""
 
 from __future__ import annotations
 
 import copy
 
 import torch
+from tests.twins import square_step
 from torch import Tensor, nn
 
 import wholestep
-
-
-def train(model: nn.Module, optimizer: torch.optim.Optimizer, batch: Tensor) -> Tensor:
-    optimizer.zero_grad()
-    loss = model(batch).square().mean()
-    loss.backward()
-    optimizer.step()
-    return loss
 
 
 class Trainer:
@@ -27,11 +20,11 @@ class Trainer:
         self.step = wholestep.compile(self.advance)
 
     def advance(self, batch: Tensor) -> Tensor:
-        return train(self.model, self.optimizer, batch)
+        return square_step(self.model, self.optimizer, batch)
 
 
 def test_a_step_of_a_function_is_its_own_copy() -> None:
-    step = wholestep.compile(train)
+    step = wholestep.compile(square_step)
     held = {"step": step, "model": nn.Linear(3, 2)}
     assert copy.copy(step) is step
     assert copy.deepcopy(held)["step"] is step

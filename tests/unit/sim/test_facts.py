@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from tests.twins import square_step
+from torch import nn
 
 from wholestep.capture import capture
 from wholestep.cli import main
@@ -31,18 +32,10 @@ MODEL = DeviceModel(1e5, 1e4, 1.0)
 CLUSTER = Cluster(2, 2, DEVICES["cpu"], Wire(1.0, 1e4), Wire(20.0, 100.0))
 
 
-def train_step(model: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor) -> Tensor:
-    optimizer.zero_grad()
-    loss = model(x).square().mean()
-    loss.backward()
-    optimizer.step()
-    return loss
-
-
 def make_step() -> tuple[Any, tuple[Any, ...]]:
     layers = [layer for _ in range(6) for layer in (nn.Linear(64, 64), nn.Tanh())]
     model = nn.Sequential(*layers)
-    return train_step, (model, torch.optim.AdamW(model.parameters(), fused=True), torch.randn(512, 64))
+    return square_step, (model, torch.optim.AdamW(model.parameters(), fused=True), torch.randn(512, 64))
 
 
 @cache
@@ -125,7 +118,7 @@ def test_a_planned_step_is_simulated_as_planned() -> None:
 
 def small_graph() -> StepGraph:
     model = nn.Linear(64, 64)
-    return capture(train_step, (model, torch.optim.SGD(model.parameters()), torch.randn(4, 64)), {}).graph
+    return capture(square_step, (model, torch.optim.SGD(model.parameters()), torch.randn(4, 64)), {}).graph
 
 
 def test_a_chrome_trace_has_ranks_and_lanes() -> None:
@@ -155,7 +148,7 @@ SCRIPT = """
 import torch
 from torch import nn
 
-def train_step(model, optimizer, x):
+def square_step(model, optimizer, x):
     optimizer.zero_grad()
     loss = model(x).square().mean()
     loss.backward()
@@ -164,7 +157,7 @@ def train_step(model, optimizer, x):
 
 def make_step():
     model = nn.Sequential(*[layer for _ in range(4) for layer in (nn.Linear(32, 32), nn.Tanh())])
-    return train_step, (model, torch.optim.SGD(model.parameters(), lr=0.1), torch.randn(8, 32))
+    return square_step, (model, torch.optim.SGD(model.parameters(), lr=0.1), torch.randn(8, 32))
 """
 
 

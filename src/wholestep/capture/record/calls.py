@@ -202,7 +202,7 @@ _DISPATCHING: types.CodeType = getattr(functools.singledispatch(lambda: None), "
 def _dispatched(recorder: Recorder, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """A function of `functools.singledispatch`: what it calls for the class that its first argument has in eager."""
     recorder.root(function.dispatch)
-    cls = _recording_torch.class_in_eager(args[0])
+    cls = standins.type_of(recorder, args[0])
     chosen = function.dispatch(cls)
     recorder.note(function.dispatch, Step.CALL, ((cls,), ()), chosen)
     return choose(recorder, chosen, args, kwargs)

@@ -387,7 +387,7 @@ def refuse(*_: Any) -> None:
 @pytest.mark.parametrize("how", ["extra state", "hook before", "hook after"])
 @pytest.mark.parametrize("loader", ["resume", "load_checkpoint"])
 def test_a_module_that_refuses_leaves_everything_as_it_was(how: str, loader: str, tmp_path: Path) -> None:
-    """D12: what was loaded before it is put back, and it is a `CheckpointError` that says so."""
+    """What was loaded before it is put back, and it is a `CheckpointError` that says so."""
 
     def world(refuses: bool) -> dict[str, Any]:
         module, other = Choosy(refuses and how == "extra state"), Choosy()

@@ -74,7 +74,6 @@ CHANGES: dict[str, Change] = {
 
 @pytest.mark.parametrize("name", CHANGES)
 def test_a_change_after_the_first_step_counts_as_in_eager(name: str) -> None:
-    """D9"""
     found, expected = (losses(CHANGES[name], is_piped=is_piped) for is_piped in (True, False))
     assert found == pytest.approx(expected, rel=1e-9)
     assert found[2:] != pytest.approx(losses(lambda _: None, is_piped=False)[2:], rel=1e-3)
@@ -82,7 +81,7 @@ def test_a_change_after_the_first_step_counts_as_in_eager(name: str) -> None:
 
 @pytest.mark.parametrize("is_later", [False, True])
 def test_a_hook_after_accumulation_is_refused(is_later: bool) -> None:
-    """D10: in eager it sees the sum after each micro-batch."""
+    """In eager it sees the sum after each micro-batch."""
     model = tower()
     pipe = wholestep.pipeline(model, num_stages=2, num_micro_batches=2, loss_fn=loss_fn)
     batch = torch.randn(8, 4).double()
@@ -94,7 +93,6 @@ def test_a_hook_after_accumulation_is_refused(is_later: bool) -> None:
 
 
 def test_a_copied_pipeline_trains_the_copy() -> None:
-    """D24"""
     model = tower()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     pipe = wholestep.pipeline(model, num_stages=2, num_micro_batches=2, loss_fn=loss_fn, optimizer=optimizer)
