@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Generator, Iterator
 from typing import TypeVar
@@ -13,6 +14,9 @@ os.environ["HF_HUB_DISABLE_TELEMETRY"] = "1"
 
 import pytest
 import torch
+
+# Pytest would have torch log each tensor that a trace begins with, with a stack: a sixth of the time of all tests.
+logging.getLogger("torch.__trace").addHandler = lambda hdlr: None
 
 Report = TypeVar("Report", pytest.CollectReport, pytest.TestReport)
 

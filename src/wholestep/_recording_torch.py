@@ -11,6 +11,7 @@ import functools
 import gc
 import platform
 import sys
+import weakref
 from collections.abc import Callable, Generator
 from types import CodeType
 from typing import Any, cast
@@ -112,15 +113,16 @@ def when_functions_start(may_matter: Callable[[CodeType], bool], tell: Callable[
     By the hook of `torch.compile`, which costs next to nothing for code that it was told to leave alone; `sys.settrace`
     would slow down every instruction. Inside of what torch itself keeps from being compiled, nobody is told.
     """
-    left_alone: list[CodeType] = []
+    left_alone = [code for code in _left_alone if _leave_alone(code)]
+    listening = [(may_matter, tell)]  # torch keeps `start` for ever if it raises
 
     def start(frame: Any, _entry: Any, _state: Any) -> ConvertFrameReturn:
         code = frame.f_code
-        if may_matter(code):
-            tell(frame)
-        elif not _eval_frame._debug_get_cache_entry_list(code):  # somebody has compiled it otherwise
-            left_alone.append(code)
-            _eval_frame.set_code_exec_strategy(code, _UNTOLD)
+        for may_matter, tell in listening:
+            if may_matter(code):
+                tell(frame)
+            elif _leave_alone(code):
+                left_alone.append(code)
         return _GO_ON
 
     before = _eval_frame.set_eval_frame(cast(Any, start))
@@ -128,8 +130,22 @@ def when_functions_start(may_matter: Callable[[CodeType], bool], tell: Callable[
         yield
     finally:
         _eval_frame.set_eval_frame(before)
+        listening.clear()
         for code in left_alone:
             _eval_frame.set_code_exec_strategy(code, _AS_EVER)
+        _left_alone.update(left_alone)
+
+
+# Code that was found to be of no matter before: to be told of it costs more than to leave it alone from the start.
+_left_alone: weakref.WeakSet[CodeType] = weakref.WeakSet()
+
+
+def _leave_alone(code: CodeType) -> bool:
+    """Have torch's hook ignore some code, unless somebody has compiled it."""
+    if _eval_frame._debug_get_cache_entry_list(code):
+        return False
+    _eval_frame.set_code_exec_strategy(code, _UNTOLD)
+    return True
 
 
 # The properties of `torch.backends` that say so, without their detour.
@@ -168,17 +184,23 @@ def carry_hooks(
     twin: torch.Tensor,
     inside: Callable[[], contextlib.AbstractContextManager[Any]],
     tell: Callable[[Any], Any],
-) -> None:
-    """Give a traced leaf what `tell` makes of the hooks of the real one; each runs inside `inside()`."""
+) -> list[Any]:
+    """Give a traced leaf what `tell` makes of the hooks of the real one; each runs inside `inside()`.
+
+    Returns their handles: hooks that stay would keep the leaf, and all that they refer to, for ever.
+    """
 
     def call(hook: Callable[..., Any], value: Any) -> Any:
         with inside():
             return hook(value)
 
-    for hook in map(tell, _gradient_hooks(real)):
-        twin.register_hook(functools.partial(call, hook))
-    for hook in map(tell, accumulated_hooks(real)):
-        twin.register_post_accumulate_grad_hook(lambda _, hook=hook: call(hook, real))
+    return [
+        *[twin.register_hook(functools.partial(call, hook)) for hook in map(tell, _gradient_hooks(real))],
+        *[
+            twin.register_post_accumulate_grad_hook(lambda _, hook=hook: call(hook, real))
+            for hook in map(tell, accumulated_hooks(real))
+        ],
+    ]
 
 
 def tensor_types(tensors: list[torch.Tensor]) -> Callable[..., bool]:

@@ -281,14 +281,18 @@ def _work(job: _Job, connection: Any) -> None:
 def _answer(job: _Job) -> _Reply:
     try:
         function, args = pickle.loads(job.call)
+        store = dist.FileStore(job.store, job.num_ranks)  # pyright: ignore[reportPrivateImportUsage]
         dist.init_process_group(
             "gloo",
-            store=dist.FileStore(job.store, job.num_ranks),  # pyright: ignore[reportPrivateImportUsage]
+            store=store,
             rank=job.rank,
             world_size=job.num_ranks,
             # Longer than the test waits: a hang is reported with the stack, not as gloo's time-out.
             timeout=timedelta(seconds=job.timeout_s + 60),
         )
+        # A rank that is done at once must not leave while another is still connecting to it.
+        store.set(f"joined/{job.rank}", "")
+        store.wait([f"joined/{rank}" for rank in range(job.num_ranks)])
         torch.manual_seed(0)
         return _Reply(result=pickle.dumps(function(*args)))
     except BaseException as error:

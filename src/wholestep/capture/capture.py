@@ -33,6 +33,7 @@ from wholestep.capture.discover import Reachable
 from wholestep.capture.functional import Functional
 from wholestep.capture.interpose import interposed, others_waiting
 from wholestep.capture.layouts import new_fake_mode
+from wholestep.capture.leftovers import HandedOut
 from wholestep.capture.optimizer_state import State, initial_state
 from wholestep.capture.questions import Asked, Questions
 from wholestep.capture.record import (
@@ -96,8 +97,9 @@ class _Call:
     found: Reachable
     dynamic_leaves: frozenset[int]
     zero_gradients: frozenset[str]
-    numbers: frozenset[tuple[Any, ...]]
+    numbers: tuple[tuple[Any, ...], ...]
     answers: bool
+    handed_out: HandedOut
     unseen: frozenset[FunctionType] = frozenset()
     """Functions that would run unseen if they were not followed from the start."""
     session: Session = field(init=False)
@@ -112,6 +114,7 @@ class _Call:
         is_imagined = any(map(blank.is_blank, _tensors(self.found, self.args, self.kwargs)))
         self.session = Session(
             new_fake_mode(is_imagined=is_imagined),
+            self.handed_out,
             has_symbolic_sizes=bool(self.dynamic_leaves),
             zero_gradients=self.zero_gradients,
             optimizers={id(optimizer) for optimizer in self.found.optimizers.values()},
@@ -123,7 +126,7 @@ class _Call:
         self,
         *,
         found: Reachable | None = None,
-        numbers: frozenset[tuple[Any, ...]] | None = None,
+        numbers: tuple[tuple[Any, ...], ...] | None = None,
         unseen: Iterable[FunctionType] = (),
     ) -> _Call:
         """The same capture from its start, with more that is known."""
@@ -133,6 +136,7 @@ class _Call:
             *(self.dynamic_leaves, self.zero_gradients),
             self.numbers if numbers is None else numbers,
             self.answers,
+            self.handed_out,
             self.unseen.union(unseen),
         )
 
@@ -144,7 +148,7 @@ def capture(
     *,
     dynamic_leaves: frozenset[int] = frozenset(),
     zero_gradients: frozenset[str] = frozenset(),
-    numbers: frozenset[tuple[Any, ...]] = frozenset(),
+    numbers: tuple[tuple[Any, ...], ...] = (),
     answers: bool = False,
 ) -> Capture:
     """Capture one call of a train step; dimension 0 of the argument leaves in `dynamic_leaves` stays symbolic.
@@ -158,28 +162,21 @@ def capture(
     Raises `CaptureError` with the user's file and line when the step cannot be captured as one graph.
     """
     with one_at_a_time():
-        return _capture(function, args, kwargs, dynamic_leaves, zero_gradients, numbers, answers=answers)
+        handed_out = HandedOut()
+        call = (function, args, kwargs, discover.reachable(function, args, kwargs))
+        captured = _capture(_Call(*call, dynamic_leaves, zero_gradients, numbers, answers, handed_out))
+        handed_out.require_gone()
+        return captured
 
 
-def _capture(
-    function: Function,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    dynamic_leaves: frozenset[int],
-    zero_gradients: frozenset[str],
-    numbers: frozenset[tuple[Any, ...]],
-    *,
-    answers: bool,
-) -> Capture:
+def _capture(call: _Call) -> Capture:
     started = time.perf_counter()
-    found = discover.reachable(function, args, kwargs)
-    _refuse_wrappers(found, function)
+    function, args, kwargs, dynamic_leaves = call.function, call.args, call.kwargs, call.dynamic_leaves
+    _refuse_wrappers(call.found, function)
     if dynamic_leaves:
-        _refuse_recurrent(found)
-    with blank.where_made(_tensors(found, args, kwargs)):
-        call, module, result = _trace_until_complete(
-            _Call(function, args, kwargs, found, dynamic_leaves, zero_gradients, numbers, answers)
-        )
+        _refuse_recurrent(call.found)
+    with blank.where_made(_tensors(call.found, args, kwargs)):
+        call, module, result = _trace_until_complete(call)
     graph, asked = build.build_graph(module, call.session, result, call.bindings)
     indifferent = _indifferent_parameters(call)
     graph.accumulating = _accumulating(call, indifferent)
@@ -257,7 +254,7 @@ def _trace_until_complete(call: _Call) -> tuple[_Call, fx.GraphModule, Collected
         except Missed as missed:
             call = call.again(found=discover.with_module(call.found, missed.module))
         except Unsymbolic as error:
-            call = call.again(numbers=call.numbers - error.paths)
+            call = call.again(numbers=tuple(path for path in call.numbers if path not in error.paths))
         except Unseen as error:
             functions = frozenset(error.functions())
             if not functions or any(known.__code__ is error.code for known in call.unseen):
@@ -271,7 +268,7 @@ def _trace_until_complete(call: _Call) -> tuple[_Call, fx.GraphModule, Collected
             if not call.numbers:
                 raise
             # Somebody takes nothing but real numbers: each value is a capture then.
-            call = call.again(numbers=frozenset())
+            call = call.again(numbers=())
 
 
 def _recording(call: _Call, result: Collected, graph: StepGraph) -> Recording:
@@ -284,9 +281,15 @@ def _recording(call: _Call, result: Collected, graph: StepGraph) -> Recording:
             root.forget_objects()
     recorder.settle()
     program = Program(recorder.ledger, needed, tuple(recorder.generators))
+    recorder.ledger.symbol_of = _no_symbol  # or numbers that are kept would keep the trace
+    symbolic = frozenset(call.numbers)
     return Recording(
-        tuple(recorder.roots), program, result.effects, call.numbers, call.session.numbers, call.session.current
+        tuple(recorder.roots), program, result.effects, symbolic, call.session.numbers, call.session.current
     )
+
+
+def _no_symbol(number: Any) -> Any:
+    raise AssertionError("the trace is over")
 
 
 def _traced_run(call: _Call, collected: list[Collected]) -> list[Any]:
@@ -324,7 +327,7 @@ def _traced_run(call: _Call, collected: list[Collected]) -> list[Any]:
 def _introduce(call: _Call, args: tuple[Any, ...], kwargs: dict[str, Any], hooks: Iterable[Any]) -> None:
     """Tell the recorder who takes part: models and optimizers, whose attributes it watches, and the arguments."""
     recorder = call.recorder
-    recorder.symbol_of = recorder.ledger.symbol_of = call.session.symbol
+    recorder.ledger.symbol_of = call.session.symbol
     for name, root in call.found.modules.items():
         for path, module in root.named_modules():
             participants.add_module(recorder, module, f"{name}.{path}" if path else name)

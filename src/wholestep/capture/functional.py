@@ -30,6 +30,13 @@ class Functional(_torch.FunctionalTensorMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
+        result = self._dispatched(func, types, args, kwargs)
+        for value in result if isinstance(result, (list, tuple)) else (result,):
+            if isinstance(value, _torch.FunctionalTensor):
+                self._session.handed_out.add(value)
+        return result
+
+    def _dispatched(self, func: Any, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> Any:
         if is_asking(func) and not _torch.is_constant(args[0]) and self._session.can_answer(*args):
             return self._session.answer(func, args)
         if not _computes_in_place(func) or not isinstance(args[0], _torch.FunctionalTensor):

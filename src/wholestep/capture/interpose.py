@@ -213,7 +213,8 @@ def interposed(session: Session, module_names: dict[int, str]) -> Generator[None
         for lifted in session.lifted.values():
             if isinstance(lifted.real, torch.Tensor) and lifted.real.requires_grad:
                 tell = session.recorder.told
-                _recording_torch.carry_hooks(lifted.real, lifted.twin, lambda: Interposer(session), tell)
+                for handle in _recording_torch.carry_hooks(lifted.real, lifted.twin, lambda: Interposer(session), tell):
+                    stack.callback(handle.remove)
         stack.enter_context(Interposer(session))
         yield
 

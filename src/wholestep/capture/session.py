@@ -18,6 +18,7 @@ from torch.utils.checkpoint import CheckpointPolicy, SelectiveCheckpointContext
 
 from wholestep import _torch
 from wholestep.capture import binding, blank, source
+from wholestep.capture.leftovers import HandedOut
 from wholestep.capture.questions import Questions
 from wholestep.capture.record.numbers import Number, name_of, value_of
 from wholestep.capture.record.places import find
@@ -49,6 +50,7 @@ class Session:
     """
 
     fake_mode: Any
+    handed_out: HandedOut = field(default_factory=HandedOut)
     has_symbolic_sizes: bool = False
     recorder: Recorder = field(default_factory=Recorder)
     numbers: dict[str, Any] = field(default_factory=dict[str, Any])
@@ -120,6 +122,7 @@ class Session:
         fake = self._fake(real, slot, dynamic_dims)
         node = _torch.track_as_placeholder(self.tracer, fake, _identifier(slot))
         twin = _torch.to_functional(fake)
+        self.handed_out.add(twin)
         if real.requires_grad:
             twin.requires_grad_(True)
         if isinstance(real, nn.Parameter):

@@ -31,7 +31,10 @@ _LOCAL = "local"
 _SIZE = "size"
 _SIZES = (torch.ops.aten.sym_size.int, torch.ops.aten.sym_numel.default, torch.ops.aten.sym_stride.int)
 _MAX_NUMBERS = 16
-_JOINED = "what ops are applied to (parameters may be registered in another order)"
+_CHUNK = 2**20
+_FACTOR = 0x9E3779B97F4A7C15 - 2**64
+"""An odd number without pattern: multiples of it are the weights of a sum that no simple change leaves as it was."""
+_WHOLE = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def code_mark(function: Any) -> str:
@@ -198,14 +201,20 @@ def _content(tensor: torch.Tensor) -> Any:
         return describe(tensor)
     if tensor.numel() <= _MAX_NUMBERS:
         return [describe(tensor), plain(tensor)]
-    return f"{describe(tensor)} with bits that add up to {_sum_of_bits(tensor)}"
+    return f"{describe(tensor)} with bits that add up to {bits_mark(tensor)}"
 
 
-def _sum_of_bits(tensor: torch.Tensor) -> int:
-    """Another number for other values, almost always, in one pass where they are."""
-    flat = tensor.detach().resolve_conj().resolve_neg().reshape(-1)
-    words = {2: torch.int16, 4: torch.int32, 8: torch.int64}.get(flat.element_size(), torch.uint8)
-    return int(flat.view(words).sum(dtype=torch.int64))
+@torch.no_grad()
+def bits_mark(tensor: torch.Tensor) -> int:
+    """A number that is another for a tensor with other bits: their sum, weighted by position, modulo two to the 64."""
+    value = tensor.detach().resolve_conj().resolve_neg()
+    value = torch.view_as_real(value) if value.is_complex() else value
+    bits = value.contiguous().view(-1).view(_WHOLE[value.dtype.itemsize])
+    weights = torch.arange(1, min(_CHUNK, bits.numel()) + 1, device=bits.device) * _FACTOR
+    total = torch.zeros((), dtype=torch.int64, device=bits.device)
+    for chunk in bits.split(_CHUNK):
+        total = total * _FACTOR + (chunk.long() * weights[: chunk.numel()]).sum()
+    return int(total)
 
 
 def _updated(graph: StepGraph) -> dict[str, Any]:

@@ -136,8 +136,8 @@ class StepRunner:
         self._replicas: Replicas | None = None
         self._num_attempts = 0
         self._is_lowered = False
-        self._numbers: set[tuple[Any, ...]] = set()
-        """Paths of Python numbers that have changed from one call to another."""
+        self._numbers: dict[tuple[Any, ...], None] = {}
+        """Paths of Python numbers that have changed from one call to another, in the order in which they did."""
         self._takes_last = discover.has_argument(function, "last")
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -315,9 +315,9 @@ class StepRunner:
             if other is None:
                 self._current = known
                 return known
-            self._numbers.update(other.numbers)
+            self._numbers |= dict.fromkeys(other.numbers)
         if difference is not None:
-            self._numbers.update(difference.numbers)
+            self._numbers |= dict.fromkeys(difference.numbers)
         self._current = self._compile(call, None if difference is None else difference.reason)
         broken = self._current.begin(call)
         if broken is not None:
@@ -476,7 +476,7 @@ class StepRunner:
         captured_with = functools.partial(
             capture,
             zero_gradients=zero_gradients,
-            numbers=frozenset(self._numbers),
+            numbers=tuple(self._numbers),
             answers=self.options.data_parallel is None,
         )
         try:

@@ -5,27 +5,21 @@ from __future__ import annotations
 import copy
 import io
 import pickle
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import pytest
 import torch
-from tests.waiting import MAKERS, WORDS, Pair, X, is_anything_waiting, is_pending
+from tests.waiting import MAKERS, WORDS, Pair, X, is_pending
 from torch import Tensor, nn
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.optim import AdamW, Optimizer
 
 from wholestep import _torch
 from wholestep.runtime.held import GuardedParameter
-from wholestep.runtime.pending import flush_all
 
-
-@pytest.fixture(autouse=True)
-def _nothing_left_behind() -> Iterator[None]:
-    yield
-    flush_all()
-    assert not is_anything_waiting()
+pytestmark = pytest.mark.usefixtures("nothing_waits")
 
 
 # Guards

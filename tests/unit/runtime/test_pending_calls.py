@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import logging
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -19,14 +19,8 @@ from torch.profiler import ProfilerActivity, profile
 
 import wholestep
 from wholestep.errors import CaptureError
-from wholestep.runtime.pending import flush_all
 
-
-@pytest.fixture(autouse=True)
-def _nothing_left_behind() -> Iterator[None]:
-    yield
-    flush_all()
-    assert not is_anything_waiting()
+pytestmark = pytest.mark.usefixtures("nothing_waits")
 
 
 # Steps that fail

@@ -7,13 +7,13 @@ import io
 import multiprocessing
 import os
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import numpy
 import pytest
 import torch
-from tests.waiting import WORDS, Pair, Side, X, is_anything_waiting, is_pending
+from tests.waiting import WORDS, Pair, Side, X, is_pending
 from torch import Tensor, nn
 from torch._C import _to_dlpack as to_dlpack  # what torch.utils.dlpack has under another name
 from torch.optim import Optimizer
@@ -21,14 +21,8 @@ from torch.utils.data import DataLoader, Dataset
 from torch.utils.flop_counter import FlopCounterMode
 
 from wholestep.errors import WholestepError
-from wholestep.runtime.pending import flush_all
 
-
-@pytest.fixture(autouse=True)
-def _nothing_left_behind() -> Iterator[None]:
-    yield
-    flush_all()
-    assert not is_anything_waiting()
+pytestmark = pytest.mark.usefixtures("nothing_waits")
 
 
 def _unasked(function: Callable[[], Any]) -> Any:

@@ -2,24 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import pytest
 import torch
-from tests.waiting import WORDS, Pair, Side, X, is_anything_waiting, is_pending
+from tests.waiting import WORDS, Pair, Side, X, is_pending
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from wholestep import _waiting_torch
 from wholestep.errors import WholestepError
-from wholestep.runtime.pending import flush_all
 
-
-@pytest.fixture(autouse=True)
-def _nothing_left_behind() -> Iterator[None]:
-    yield
-    flush_all()
-    assert not is_anything_waiting()
+pytestmark = pytest.mark.usefixtures("nothing_waits")
 
 
 def _doubling_step(model: nn.Module, optimizer: Optimizer, x: Tensor, words: Tensor) -> Tensor:

@@ -11,19 +11,13 @@ from typing import Any
 
 import pytest
 import torch
-from tests.waiting import WORDS, Pair, X, is_anything_waiting, is_pending
+from tests.waiting import WORDS, Pair, X, is_pending
 from torch import Tensor
 
 from wholestep import _waiting_torch
 from wholestep.errors import WholestepError
-from wholestep.runtime.pending import flush_all
 
-
-@pytest.fixture(autouse=True)
-def _nothing_left_behind() -> Iterator[None]:
-    yield
-    flush_all()
-    assert not is_anything_waiting()
+pytestmark = pytest.mark.usefixtures("nothing_waits")
 
 
 class _FailsAt:

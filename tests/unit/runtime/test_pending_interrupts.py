@@ -16,23 +16,17 @@ from typing import Any
 
 import pytest
 import torch
-from tests.waiting import is_anything_waiting
 from torch import Tensor, nn
 from torch.optim import SGD, AdamW, Optimizer
 
 import wholestep
 from wholestep.runtime import pending
 from wholestep.runtime.held import GuardedTensor
-from wholestep.runtime.pending import flush_all
 
 TRACED = ("runtime/pending.py", "runtime/held.py", "runtime/journal.py", "runtime/rotation.py", "runtime/executable.py")
 
 
-@pytest.fixture(autouse=True)
-def _nothing_left_behind() -> Iterator[None]:
-    yield
-    flush_all()
-    assert not is_anything_waiting()
+pytestmark = pytest.mark.usefixtures("nothing_waits")
 
 
 class Counters(nn.Module):
@@ -280,6 +274,8 @@ def _on_alarms(training: Training, number: int, handler: Callable[..., None]) ->
         signal.signal(signal.SIGALRM, before)
 
 
+# A signal may come while something is collected: Python ignores what is raised there, and says so.
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 @pytest.mark.usefixtures("_always_waiting")
 @pytest.mark.parametrize("number", [25, pytest.param(1000, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("optimizer", ["sgd", "adamw"])

@@ -370,7 +370,7 @@ def _compute(function: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def _with_symbols(recorder: Recorder, function: Any, *args: Any, **kwargs: Any) -> Any:
-    exchange = recorder.symbol_of
+    exchange = recorder.ledger.symbol_of
     given = [exchange(arg) if type(arg) is numbers.Number else arg for arg in args]
     named = {key: exchange(arg) if type(arg) is numbers.Number else arg for key, arg in kwargs.items()}
     with recorder.symbolic([*args, *kwargs.values()]):

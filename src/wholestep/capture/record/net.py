@@ -117,7 +117,7 @@ def spread(is_instrumented: Callable[[CodeType], bool], is_working: Callable[[],
 
     def may_matter(code: CodeType) -> bool:
         filename = code.co_filename
-        return filename[0] == "<" or _is_anybodys(filename)
+        return (filename[0] == "<" and not filename.startswith("<frozen ")) or _is_anybodys(filename)
 
     def started(frame: Any) -> None:
         if not is_instrumented(frame.f_code) and not is_working() and _must_be_seen(frame):

@@ -5,9 +5,12 @@ has to run again at each call, in the same order and with the same rounding. So 
 of the value: it computes with real numbers (`value`), and writes down each operation in a `Ledger`, one line of Python
 each:
 
-    ema.n += 1                                  a0 = <ema.n>
-    decay = min(0.99, (1 + n) / (10 + n))       b0 = a0 + 1;  b1 = 1 + b0;  b2 = 10 + b0;  b3 = b1 / b2
-                                                assumed: not b3 < 0.99
+    ema.n += 1                                  a_n = <ema.n>
+    decay = min(0.99, (1 + n) / (10 + n))       b_1 = a_n + 1;  b_2 = 1 + b_1;  b_3 = 10 + b_1;  b_4 = b_2 / b_3
+                                                assumed: not b_4 < 0.99
+
+Names of numbers tell what they are (those that are computed: as a hash), not which came first: ranks compare graphs and
+numbers by them, and one rank may have others besides.
 
 Nobody can take the value out unseen: a comparison, a use as an index, `float()`, hashing or formatting leaves an
 assumption, and a call that breaks one is captured again. So do an operation that raises, and one whose result may be
@@ -18,10 +21,14 @@ without asking, but `isinstance` says that it is one.
 from __future__ import annotations
 
 import copy
+import hashlib
+import itertools
 import math
 import operator
+import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from types import BuiltinFunctionType, FunctionType
 from typing import Any
 
 import numpy as np
@@ -62,13 +69,16 @@ class Ledger:
     lines: list[str] = field(default_factory=list[str])
     constants: dict[str, Any] = field(default_factory=dict[str, Any])
     leaves: dict[str, Any] = field(default_factory=dict[str, Any])
-    """Name of each number that is read, not computed, and where it is read (a place, a draw)."""
+    """Name of each number that is read, not computed, and the path to where it is read."""
     symbol_of: Callable[[Number], Any] = lambda number: float(number)
     """The trace's own symbol for a number, for arithmetic with other symbols (learning rates, step counts)."""
+    _taken: set[str] = field(default_factory=set[str])
 
-    def leaf(self, value: int | float, origin: Any) -> Number:
-        name = f"a{len(self.leaves)}"
-        self.leaves[name] = origin
+    def leaf(self, value: int | float, path: tuple[Any, ...]) -> Number:
+        """The number that stands at the end of a path."""
+        parts = [step.value if key is None else _word(key) for step, key in path[1:]]
+        name = self._new_name("_".join(["a", *parts]))
+        self.leaves[name] = path
         return Number(self, name, value, frozenset([name]))
 
     def constant(self, value: Any) -> str:
@@ -76,13 +86,13 @@ class Ledger:
         assert type(value) is not Number, "a number that changes is no constant"
         if type(value) in (bool, int, type(None)) or (type(value) is float and math.isfinite(value)):
             return f"({value!r})"
-        name = f"c{len(self.constants)}"
+        name = self._new_name(f"c_{_word(value)}")
         self.constants[name] = value
         return name
 
     def computed(self, text: str, value: int | float, origins: frozenset[str] = frozenset()) -> Number:
         """The result of one operation on numbers that come from some leaves."""
-        name = f"b{len(self.lines)}"
+        name = self._new_name(f"b_{hashlib.sha256(text.encode()).hexdigest()[:8]}")
         self.lines.append(f"{name} = {text}")
         return Number(self, name, value, origins)
 
@@ -97,6 +107,19 @@ class Ledger:
         line = f"assume({text})"
         if line not in self.lines[-8:]:
             self.lines.append(line)
+
+    def _new_name(self, wanted: str) -> str:
+        candidates = itertools.chain([wanted], (f"{wanted}_{number}" for number in itertools.count(2)))
+        name = next(candidate for candidate in candidates if candidate not in self._taken)
+        self._taken.add(name)
+        return name
+
+
+def _word(value: Any) -> str:
+    """A value as a part of an identifier: keys of places, named objects; of others, what they are."""
+    is_named = isinstance(value, (type, FunctionType, BuiltinFunctionType, np.ufunc))
+    word = str(value) if type(value) in (str, int) else value.__name__ if is_named else type(value).__name__
+    return re.sub(r"\W+", "_", word, flags=re.ASCII)[:40]
 
 
 class Number:

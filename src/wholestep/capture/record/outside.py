@@ -1,6 +1,6 @@
 """Calls that reach past the step: draws from Python's and NumPy's generators, and output. Both happen again each time.
 
-A draw that gives a number becomes a line of the ledger: `b0 = generator.random()`. Output is kept as the call that it
+A draw that gives a number becomes a line of the ledger: `b_1 = generator.random()`. Output is kept as the call that it
 is, with its arguments as templates, and made after the step has run.
 """
 

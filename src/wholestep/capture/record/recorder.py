@@ -70,14 +70,14 @@ class Missed(BaseException):
 class Recorder:
     """Notes of one trace. `numbers` are paths of places whose number has changed before: they get a `Number`."""
 
-    def __init__(self, numbers: frozenset[tuple[Any, ...]] = frozenset()) -> None:
+    def __init__(self, numbers: Iterable[tuple[Any, ...]] = ()) -> None:
         self.thread = threading.get_ident()
         self.ledger = Ledger()
         self.roots: list[Place] = []
         self.followers = Followers()
         self.kept: dict[int, Kept] = {}
         """By id of an owner: what it held before the step wrote to it."""
-        self._numbers = numbers
+        self._numbers = dict.fromkeys(numbers)
         self._places: dict[int, Place] = {}
         self._alive: list[Any] = []
         """Keeps owners from being freed, so that an id means one object."""
@@ -89,7 +89,6 @@ class Recorder:
         self.is_deaf = False
         """Whether hooks are to be ignored just now."""
         self.known_modules: set[int] = set()
-        self.symbol_of: Callable[[Number], Any] = lambda number: float(number)
         self._generators: dict[int, Callable[[], None]] = {}
         self.generators: list[Any] = []
         self.needed: set[str] = set()

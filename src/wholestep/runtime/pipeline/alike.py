@@ -19,13 +19,9 @@ from torch.optim import Optimizer
 from wholestep.errors import RankError
 from wholestep.runtime.agreement import difference
 from wholestep.runtime.pipeline.calls import Calls
-from wholestep.runtime.replica_facts import plain
+from wholestep.runtime.replica_facts import bits_mark, plain
 
 _ANSWER_S = 5.0
-_CHUNK = 2**20
-_FACTOR = 0x9E3779B97F4A7C15 - 2**64
-"""An odd number without pattern: multiples of it are the weights of a sum that no simple change leaves as it was."""
-_WHOLE = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def number_of(facts: Mapping[str, Any]) -> int:
@@ -77,16 +73,3 @@ def _marks(parameter: nn.Parameter, optimizer: Optimizer | None) -> dict[str, An
     return {
         what: bits_mark(value) if isinstance(value, torch.Tensor) else plain(value) for what, value in values.items()
     }
-
-
-@torch.no_grad()
-def bits_mark(tensor: torch.Tensor) -> int:
-    """A number that is another for a tensor with other bits: their sum, weighted by position, modulo two to the 64."""
-    value = tensor.detach().resolve_conj().resolve_neg()
-    value = torch.view_as_real(value) if value.is_complex() else value
-    bits = value.contiguous().view(-1).view(_WHOLE[value.dtype.itemsize])
-    weights = torch.arange(1, min(_CHUNK, bits.numel()) + 1, device=bits.device) * _FACTOR
-    total = torch.zeros((), dtype=torch.int64, device=bits.device)
-    for chunk in bits.split(_CHUNK):
-        total = total * _FACTOR + (chunk.long() * weights[: chunk.numel()]).sum()
-    return int(total)
