@@ -5,9 +5,13 @@ Everything they run has been agreed on before: only what is chosen in the odd ca
 
 from __future__ import annotations
 
+import gc
+import os
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -19,6 +23,7 @@ from torch.optim import SGD, Optimizer
 import wholestep
 from wholestep import CaptureError, RankError, VerificationError
 from wholestep.runtime import differential
+from wholestep.runtime.specialization import Specialization
 
 pytestmark = pytest.mark.distributed
 
@@ -234,3 +239,32 @@ def test_the_verdict_of_a_check_is_one_for_all_ranks() -> None:
     (refused, mine), (refused_too, other) = run_ranks(_difference_on_rank_1, 2)
     assert refused == refused_too == [(1, True)]
     assert all(map(torch.equal, mine, other))
+
+
+def _raise(*_: object, **__: object) -> None:
+    raise KeyError
+
+
+def _num_threads_by_life() -> list[int]:
+    """Threads of this process after each life of a group that a step has run on, the last call of which has raised."""
+    found: list[int] = []
+    for _ in range(3):
+        group: Any = dist.new_group()
+        model = Net()
+        optimizer = SGD(model.parameters(), lr=0.1)
+        step = wholestep.compile(train, data_parallel=group)
+        for _ in range(2):
+            step(model, optimizer, torch.ones(2, 4))
+        with mock.patch.object(Specialization, "run", _raise), pytest.raises(KeyError):
+            step(model, optimizer, torch.ones(2, 4))
+        dist.destroy_process_group(group)
+        del step, model, optimizer, group
+        gc.collect()
+        found.append(len(os.listdir("/proc/self/task")))
+    return found
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="threads are counted in /proc")
+def test_what_ranks_talk_through_goes_with_the_group() -> None:
+    for first, *others in run_ranks(_num_threads_by_life, 2):
+        assert others == [first, first]

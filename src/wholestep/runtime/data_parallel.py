@@ -212,6 +212,8 @@ class Replicas:
         """A call has raised on this rank; if it has sent nothing yet, and that is so on all ranks, they may go on."""
         if self._roll_call is None or self._roll_call.has_sent:
             self.ranks.note_unfinished(call)
+        if self._roll_call is not None:
+            self._roll_call.forget()
 
     def passes(self, plan: DataParallelPlan) -> list[Pass]:
         """The rewrites that carry out a plan."""

@@ -66,12 +66,15 @@ class _Spoken:
 
 
 class RollCall:
-    """The words of one process group; all steps that run on it share one, as they share its order."""
+    """The words of one process group; all steps that run on it share one, as they share its order.
+
+    It must not refer to the group, with which it goes: a channel has threads and sockets of its own.
+    """
 
     def __init__(self, ranks: Ranks) -> None:
-        room = f"{room_of(ranks.group, 'roll calls')[0]}/roll calls"
-        self._channel = _ranks_torch.side_channel(ranks.group, room, _ranks_torch.group_timeout_s(ranks.group))
-        self._ranks = replace(ranks, number=0, room=room)
+        self._room = f"{room_of(ranks.group, 'roll calls')[0]}/roll calls"
+        self._channel = _ranks_torch.side_channel(ranks.group, self._room, _ranks_torch.group_timeout_s(ranks.group))
+        self._group = ranks.name
         self._num_words = 0
         self._num_sent = 0
         self._spoken: _Spoken | None = None
@@ -88,24 +91,28 @@ class RollCall:
         values = part.values(leaves)
         said = [part.mark, number, _mark(repr(list(values.values()))), self._num_sent]
         mine = torch.tensor(said, dtype=torch.int64)
-        words = [torch.empty_like(mine) for _ in range(self._ranks.world)]
+        words = [torch.empty_like(mine) for _ in range(ranks.world)]
         self._num_words += 1
         try:
             work = self._channel.allgather([words], [mine])
         except RuntimeError as error:
             raise lost_peer(f"the start of call {number} of {step}", error) from error
         self._spoken = _Spoken(work, words, ranks, number, step, part, values)
-        _silent[self._ranks.name] = self
+        _silent[self._group] = self
 
     @property
     def has_sent(self) -> bool:
         """Whether this rank has sent something in the call that it spoke of last."""
-        return self._ranks.name not in _silent
+        return self._group not in _silent
+
+    def forget(self) -> None:
+        """The call that this rank spoke of last has raised: nobody will ask what the others have said."""
+        self._spoken = None
 
     def send(self) -> None:
         """This rank is about to send what belongs to the call: hear the others first."""
         self.hear()
-        if _silent.pop(self._ranks.name, None) is not None:
+        if _silent.pop(self._group, None) is not None:
             self._num_sent += 1
 
     def hear(self) -> None:
@@ -127,7 +134,8 @@ class RollCall:
             "numbers that updates are made with": dict(spoken.values),
             "the calls so far whose gradients were sent (a call that raised has not)": {"calls": self._num_sent},
         }
-        by_rank = self._ranks.exchange(f"word {self._num_words}", facts)
+        ranks = replace(spoken.ranks, number=0, room=self._room)
+        by_rank = ranks.exchange(f"word {self._num_words}", facts)
         for what in facts:
             require_same(f"in one call, {what}", [each[what] for each in by_rank])
         raise RankError("ranks do not run the same call of the same step; they must call their steps in one order")
@@ -136,7 +144,7 @@ class RollCall:
 # By group, as long as it lives.
 _known: weakref.WeakKeyDictionary[dist.ProcessGroup, RollCall] = weakref.WeakKeyDictionary()
 # Those that have spoken and not sent yet, by the name of the group.
-_silent: dict[str, RollCall] = {}
+_silent: weakref.WeakValueDictionary[str, RollCall] = weakref.WeakValueDictionary()
 
 
 def before_sending(group: str) -> None:

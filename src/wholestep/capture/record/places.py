@@ -132,6 +132,13 @@ class Place:
     def __post_init__(self) -> None:
         self.kind = type(value_of(self.value))
 
+    def look_again(self) -> None:
+        """Note what is open here and further on as it really stands there: while a step is traced, stand-ins may."""
+        for child in self.children.values():
+            if child.expectation is Expectation.OPEN:
+                child.value = take(self.value, child.step, child.key)
+                child.look_again()
+
     def forget_objects(self) -> None:
         """Let go of objects here and further on: those of one call's arguments, some of them the trace's own."""
         if self.expectation is Expectation.OPEN or self.is_given:

@@ -22,6 +22,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import nn
+from torch.optim import Optimizer
 
 from wholestep import _recording_torch, _torch
 from wholestep.capture import source
@@ -152,6 +153,9 @@ class Recorder:
             assert place.parent is not None
             place.value = take(place.parent.key, place.step, place.key)
             place.kind = type(place.value)
+        for root in self.roots:
+            if isinstance(root.key, Optimizer):
+                root.look_again()
 
     def _register(self, owner: Any, place: Place) -> None:
         self._alive.append(owner)
