@@ -114,6 +114,7 @@ def when_functions_start(may_matter: Callable[[CodeType], bool], tell: Callable[
     would slow down every instruction. Inside of what torch itself keeps from being compiled, nobody is told.
     """
     left_alone = [code for code in _left_alone if _leave_alone(code)]
+    num_known = len(left_alone)
     listening = [(may_matter, tell)]  # torch keeps `start` for ever if it raises
 
     def start(frame: Any, _entry: Any, _state: Any) -> ConvertFrameReturn:
@@ -133,7 +134,7 @@ def when_functions_start(may_matter: Callable[[CodeType], bool], tell: Callable[
         listening.clear()
         for code in left_alone:
             _eval_frame.set_code_exec_strategy(code, _AS_EVER)
-        _left_alone.update(left_alone)
+        _left_alone.update(left_alone[num_known:])
 
 
 # Code that was found to be of no matter before: to be told of it costs more than to leave it alone from the start.

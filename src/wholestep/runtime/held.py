@@ -241,13 +241,13 @@ class Grip:
         self._gradients = [(by_slot[slot], keep) for slot, keep in gradients.items() if slot in by_slot]
         self._modules = list(map(HeldParameters, modules))
 
-    def hold(self) -> None:
-        """Keep them from readers, wherever they look: all at once."""
+    def holding(self) -> Callable[[], None]:
+        """What to call to keep them from readers, wherever they look: all at once."""
         is_alone = threading.active_count() == 1
         calls = [call for held in self._tensors for call in held.holding(self._holder, without_memory=is_alone)]
         calls += [own.holding() for own in self._modules]
         calls += [*self._holding_gradients(), partial(setattr, self, "is_complete", True)]
-        _waiting_torch.past_everything(calls)
+        return partial(_waiting_torch.past_everything, calls)
 
     def hold_gradients(self) -> None:
         """Keep the gradients from readers, which another call has computed since."""

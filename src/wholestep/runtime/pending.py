@@ -258,12 +258,13 @@ class Pending:
         if tensors.keys() != known.keys() or any(known[slot_id].tensor is not t for slot_id, t in tensors.items()):
             known = {slot_id: Held.of(tensor) for slot_id, tensor in tensors.items()}
         grip = Grip(self._holder, known, self._targets.gradients, self._targets.modules)
+        hold = grip.holding()
         _waiting_torch.increment_versions([tensors[slot_id] for slot_id in self._targets.versioned & tensors.keys()])
         self._last_grip = grip
         if self not in _waiting:
             _waiting.append(self)
         self._grip = grip
-        grip.hold()
+        hold()
 
     def _give_back(self) -> None:
         grip = self._grip

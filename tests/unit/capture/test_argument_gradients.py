@@ -4,7 +4,7 @@ import copy
 
 import pytest
 import torch
-from tests.twins import Twins, mse_step, pair, small_world
+from tests.twins import Twins, momentum, mse_step, pair, small_world
 from torch import Tensor
 
 import wholestep
@@ -19,7 +19,7 @@ class Both:
         torch.manual_seed(0)
         self.world = small_world()()
         self.twin = copy.deepcopy(self.world)
-        self.twin.optimizer = torch.optim.Adam(self.twin.model.parameters(), lr=0.01)
+        self.twin.optimizer = momentum(self.twin.model.parameters())
         self.features = [features, copy.deepcopy(features)]
         if features.grad is not None:
             self.features[1].grad = features.grad.clone()

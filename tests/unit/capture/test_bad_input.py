@@ -709,9 +709,9 @@ def replaces_a_parameter(model: SmallNet, optimizer: Optimizer, features: Tensor
 @pytest.mark.parametrize(
     ("step", "message"),
     [
-        (sets_the_rate, "the step changes an option, count or learning rate of optimizer (Adam)"),
-        (decays_the_rate, "the step changes an option, count or learning rate of optimizer (Adam)"),
-        (sets_an_option, "the step changes an option, count or learning rate of optimizer (Adam)"),
+        (sets_the_rate, "the step changes an option, count or learning rate of optimizer (SGD)"),
+        (decays_the_rate, "the step changes an option, count or learning rate of optimizer (SGD)"),
+        (sets_an_option, "the step changes an option, count or learning rate of optimizer (SGD)"),
         (stays_frozen, "the step changes requires_grad of 'second.weight'. Freeze parameters outside the step"),
         (forgets_its_state, "the step removes state of optimizer. Reset optimizer state outside the step"),
         (replaces_a_parameter, "the step replaces parameter 'first.weight'"),

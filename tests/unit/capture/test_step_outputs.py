@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from tests.parity import differences
-from tests.twins import SmallNet, Twins, World, mse_step, observe, pair, small_world
+from tests.twins import SmallNet, Twins, World, adam, mse_step, observe, pair, small_world
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -157,7 +157,7 @@ def test_clones_of_parameters_buffers_gradients_and_state(passes: str | None) ->
     def make_model() -> nn.Module:
         return nn.Sequential(nn.BatchNorm1d(4), nn.Linear(4, 3))
 
-    Twins(small_world(make_model), step, passes=passes).steps(4, X, Y)
+    Twins(small_world(make_model, adam), step, passes=passes).steps(4, X, Y)
 
 
 @pytest.mark.parametrize("passes", PASSES)
@@ -273,7 +273,7 @@ def test_outputs_share_no_memory_with_what_the_step_keeps() -> None:
         assert weight.grad is not None
         return loss, weight.grad.clone(), weight.detach().clone(), optimizer.state[weight]["exp_avg"].clone()
 
-    twins = Twins(small_world(), step)
+    twins = Twins(small_world(make_optimizer=adam), step)
     twins.steps(2, X, Y)
     outputs = twins.step(X, Y)
     world = twins.worlds[1]
@@ -286,7 +286,7 @@ def test_outputs_share_no_memory_with_what_the_step_keeps() -> None:
 
 
 def test_optimizer_state_shares_no_memory() -> None:
-    twins = Twins(small_world(TwoBiases), mse_step)
+    twins = Twins(small_world(TwoBiases, adam), mse_step)
     twins.steps(2, X, Y)
     state = [value for entries in twins.worlds[1].optimizer.state.values() for value in entries.values()]
     assert len(state) == 9

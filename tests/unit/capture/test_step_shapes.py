@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 import torch.utils.checkpoint
-from tests.twins import SmallNet, Twins, World, adam, mse_step, pair, small_world
+from tests.twins import SmallNet, Twins, World, adam, momentum, mse_step, pair, small_world
 from torch import Tensor, nn
 from torch.nn.utils import clip_grad_norm_, clip_grad_value_
 from torch.optim import SGD, AdamW, Optimizer
@@ -1043,7 +1043,7 @@ def step_on_globals(features: Tensor, targets: Tensor) -> Tensor:
 def test_a_global_model(monkeypatch: pytest.MonkeyPatch) -> None:
     eager, compiled = small_world()(), World()
     compiled.model = copy.deepcopy(eager.model)
-    compiled.optimizer = adam(compiled.model.parameters())
+    compiled.optimizer = momentum(compiled.model.parameters())
     monkeypatch.setitem(globals(), "GLOBAL_MODEL", compiled.model)
     monkeypatch.setitem(globals(), "GLOBAL_OPTIMIZER", compiled.optimizer)
     step = wholestep.compile(step_on_globals)

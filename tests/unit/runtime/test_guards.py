@@ -709,12 +709,12 @@ def test_loading_state_dicts_needs_no_recompile(optimizer_name: str) -> None:
 
 
 def test_a_fresh_process_continues_from_state_dicts() -> None:
-    trained = small_world(Regularised)()
+    trained = small_world(Regularised, adam)()
     for _ in range(3):
         mse_step(trained.model, trained.optimizer, X, Y)
 
     def build() -> World:
-        world = small_world(Regularised)()
+        world = small_world(Regularised, adam)()
         world.saved = copy.deepcopy((trained.model.state_dict(), trained.optimizer.state_dict()))
         reload(world)
         return world
@@ -739,7 +739,7 @@ def test_parameters_changed_in_place_between_steps() -> None:
             world.model.norm.running_mean.add_(1)
             world.optimizer.state[world.model.second.weight]["exp_avg"].zero_()
 
-    twins = Twins(small_world(Regularised), mse_step)
+    twins = Twins(small_world(Regularised, adam), mse_step)
     twins.step(X, Y)
     twins.change(change)
     twins.steps(2, X, Y)

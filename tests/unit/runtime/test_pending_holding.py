@@ -37,6 +37,21 @@ def _assert_usual() -> None:
     assert gc.isenabled()
 
 
+@pytest.fixture(params=["alone", "beside another thread"])
+def _threads(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Memory is taken from tensors only where no other thread may be about to read there."""
+    if request.param == "alone":
+        yield
+        return
+    over = threading.Event()
+    other = threading.Thread(target=over.wait)
+    other.start()
+    yield
+    over.set()
+    other.join()
+
+
+@pytest.mark.usefixtures("_threads")
 @pytest.mark.parametrize("number", [1, 2, 5])
 def test_a_call_that_fails_while_tensors_are_being_held(number: int, monkeypatch: pytest.MonkeyPatch) -> None:
     pair = Pair("sgd")
@@ -79,7 +94,7 @@ def test_what_nobody_holds_is_given_back(name: str) -> None:
     pair.steps(3)
     pair.assert_same()
     waiting = pair.compiled._current.rotation.pending
-    waiting._last_grip.hold()  # as if whoever did so had been thrown out of it
+    waiting._last_grip.holding()()  # as if whoever did so had been thrown out of it
     for expected, found in zip(pair.eager.parameters, pair.ours.parameters, strict=True):
         assert torch.equal(READS[name](found), expected)
     pair.steps(2)
