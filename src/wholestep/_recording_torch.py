@@ -20,6 +20,7 @@ from unittest import mock
 import torch
 from torch._C._dynamo import eval_frame as _eval_frame
 from torch._C._dynamo import guards as _guards
+from torch._dynamo.guards import GuardManagerType
 from torch._dynamo.types import ConvertFrameReturn, FrameAction, FrameExecStrategy
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
@@ -164,6 +165,23 @@ def _version_unless_empty(owner: dict[Any, Any]) -> int:
 _NOTICES_ALL = [*map(int, platform.python_version_tuple()[:2])] < [3, 12]
 # A number that changes with every write to a dict.
 dict_version: Callable[[dict[Any, Any]], int] = _guards.dict_version if _NOTICES_ALL else _version_unless_empty
+
+
+def unwritten(dicts: list[dict[Any, Any]]) -> Callable[[], bool] | None:
+    """A check of whether nobody writes to any of some dicts from now on, asked in C++; None if torch has none.
+
+    A fourth of the time that `dict_version` takes for each of them. To make one takes as long as many checks.
+    """
+    if not _NOTICES_ALL:
+        return None
+    root = _guards.RootGuardManager()
+    try:
+        for index, one in enumerate(dicts):
+            item = root.list_getitem_manager(index, "", one, GuardManagerType.GUARD_MANAGER)
+            item.add_dict_version_guard(one, [], None)
+    except (TypeError, AttributeError):  # torch 2.11 has another signature
+        return None
+    return functools.partial(root.check, dicts)
 
 
 def tensor_hooks(tensor: torch.Tensor) -> list[Callable[..., Any]]:

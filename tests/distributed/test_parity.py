@@ -58,7 +58,7 @@ def test_every_model_of_the_zoo_is_here() -> None:
 
 
 # Of these the default run has the likes: compiling them takes seconds.
-_LONG = ("t5", "llama", "vit", "checkpointed_reentrant")
+_LONG = ("t5", "llama", "vit", "bert", "checkpointed", "checkpointed_reentrant")
 
 
 @pytest.mark.parametrize(
@@ -228,7 +228,12 @@ FOUR_RANKS = {
 }
 
 
-@pytest.mark.parametrize("name", FOUR_RANKS)
+_AS_ON_TWO = ("mlp", "tied", "clipped")
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.slow] if name in _AS_ON_TWO else []) for name in FOUR_RANKS]
+)
 def test_four_ranks(name: str) -> None:
     assert_ddp_parity(FOUR_RANKS[name], ALL | NONE, num_ranks=4, plans=("both",))
 

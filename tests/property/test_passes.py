@@ -101,7 +101,7 @@ def of_one_size(plan: Plan) -> Plan:
     return dataclasses.replace(plan, sizes=plan.sizes[:1] * STEPS, dynamic_batch=False)
 
 
-@pytest.mark.parametrize("num_steps", [3, pytest.param(30, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("num_steps", [2, pytest.param(30, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_pipelines_on_random_steps(family: str, num_steps: int) -> None:
     @settings(DETERMINISTIC, max_examples=num_steps)
@@ -127,7 +127,7 @@ def test_prefixes_on_the_zoo(name: str, optimizer_name: str) -> None:
     assert_passes_change_nothing(partial(run_case, name, optimizer_name), list(PREFIXES))
 
 
-@settings(DETERMINISTIC, max_examples=10)
+@settings(DETERMINISTIC, max_examples=5)
 @given(pipelines)
 def test_random_pipelines_on_the_mlp(passes: str) -> None:
     assert_passes_change_nothing(partial(run_case, "mlp", "adamw"), [passes])

@@ -26,7 +26,7 @@ def run(plan: Plan) -> Twins:
     return twins
 
 
-@pytest.mark.parametrize("num_steps", [10, pytest.param(200, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("num_steps", [6, pytest.param(200, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_random_steps_are_eagers(family: str, num_steps: int) -> None:
     @settings(DETERMINISTIC, max_examples=num_steps)
@@ -39,7 +39,7 @@ def test_random_steps_are_eagers(family: str, num_steps: int) -> None:
     check()
 
 
-@settings(DETERMINISTIC, max_examples=8)
+@settings(DETERMINISTIC, max_examples=4)
 @given(plans(), st.integers(1, STEPS))
 def test_random_steps_verify(plan: Plan, number: int) -> None:
     note(repr(plan))

@@ -216,7 +216,7 @@ def test_the_rotated_loop_is_the_loop(step: Step, rewrite: Rewrite, plan: list[I
     event(f"{num_failed} calls fail half-way")
 
 
-@settings(DETERMINISTIC, max_examples=10)
+@settings(DETERMINISTIC, max_examples=6)
 @given(plans(), st.lists(st.booleans(), min_size=4, max_size=4))
 def test_random_steps_are_eagers_whenever_somebody_looks(plan: Plan, looks: list[bool]) -> None:
     """Real optimizers and sizes that change, captured: outputs at each step, all else at random moments and the end."""

@@ -126,7 +126,7 @@ ALL: dict[str, Callable[..., Optimizer]] = {
 }
 
 
-@pytest.mark.parametrize("groups", [False, True])
+@pytest.mark.parametrize("groups", [pytest.param(False, marks=pytest.mark.slow), True])
 @pytest.mark.parametrize("name", ALL)
 def test_a_split_update_computes_the_same(name: str, groups: bool) -> None:
     tested = trial(ALL[name], groups=groups)

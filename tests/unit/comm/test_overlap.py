@@ -194,7 +194,7 @@ def test_late_gradients_are_computed_behind_the_rest_of_the_backward() -> None:
 
 
 @pytest.mark.parametrize("late", ["0", "1", "2", "1 2", "2 1", "0 1 2"])
-@pytest.mark.parametrize("function", [step, clipped, two_rounds])
+@pytest.mark.parametrize("function", [pytest.param(step, marks=pytest.mark.slow), clipped, two_rounds])
 def test_late_gradients_are_the_same(function: Callable[..., Any], late: str) -> None:
     tested = trial(function=function)
     options = "bucket{mb=0.00005,first_mb=0.00005}"

@@ -152,7 +152,13 @@ def peaks(
 @pytest.mark.parametrize("passes", [None, ""], ids=["default", "as_captured"])
 @pytest.mark.parametrize(
     ("name", "optimizer"),
-    [("gpt", "adamw"), ("gpt", "adamw_fused"), ("mlp", "adamw"), ("resnet", "sgd_foreach"), ("t5", "sgd_plain")],
+    [
+        ("gpt", "adamw"),
+        ("gpt", "adamw_fused"),
+        ("mlp", "adamw"),
+        ("resnet", "sgd_foreach"),
+        pytest.param("t5", "sgd_plain", marks=pytest.mark.slow),
+    ],
 )
 def test_the_predicted_peak_is_the_measured_one(name: str, optimizer: str, passes: str | None) -> None:
     case = get(name)

@@ -101,7 +101,11 @@ def is_free(node: fx.Node) -> bool:
 
 @pytest.mark.parametrize(
     ("name", "optimizer"),
-    [("gpt", "adamw"), ("resnet", "sgd_foreach"), ("lstm", "sgd_plain"), ("t5", "adamw_fused"), ("llama", "sgd_plain")],
+    [
+        *(("gpt", "adamw"), ("resnet", "sgd_foreach"), ("lstm", "sgd_plain")),
+        pytest.param("t5", "adamw_fused", marks=pytest.mark.slow),
+        pytest.param("llama", "sgd_plain", marks=pytest.mark.slow),
+    ],
 )
 def test_every_op_of_the_zoo_accepts_made_up_data(name: str, optimizer: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also the backward of the LSTM, whose real kernel would crash on what the fake one says its forward keeps."""

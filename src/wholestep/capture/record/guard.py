@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from wholestep._recording_torch import class_namespace, dict_version, tensor_types
+from wholestep._recording_torch import class_namespace, dict_version, tensor_types, unwritten
 from wholestep.capture.record.numbers import value_of
 from wholestep.capture.record.places import (
     ARGUMENTS,
@@ -28,6 +28,8 @@ from wholestep.capture.record.places import (
 )
 
 _EXACT = (dict, list, tuple)
+_QUIET_CALLS = 3
+"""After so many calls without a change, a check for such calls is worth the making."""
 
 
 @dataclass
@@ -50,6 +52,8 @@ class ReadGuard:
         self._objects = [place for place in self._places if place.twin is None and _is_object(place)]
         self._now: dict[Place, Any] = {place: value_of(place.value) for place in self._places}
         self._fast: Callable[[Any], bool] | None = None
+        self._quiet: Callable[[Any], bool] | None = None
+        self._num_quiet = 0
         self._names: dict[str, Any] = {}
         self._numbers = {place: index for index, place in enumerate(self._places)}
 
@@ -66,12 +70,18 @@ class ReadGuard:
     def check(self, call: Any) -> Difference | None:
         """None if the call fits."""
         if self._fast is None:
-            self._generate()
+            self._fast = self._generated([term for place in self._places for term in self._terms_of(place)])
         try:
-            if self._fast is not None and self._fast(call):
+            if self._quiet is not None and self._quiet(call):
+                return None
+            if self._fast(call):
+                self._num_quiet += 1
+                if self._num_quiet == _QUIET_CALLS:
+                    self._quiet = self._generated_for_quiet_calls()
                 return None
         except (KeyError, IndexError, AttributeError, TypeError, ValueError):
             pass
+        self._num_quiet, self._quiet = 0, None
         return self._compare(call)
 
     def _compare(self, call: Any) -> Difference | None:
@@ -138,29 +148,42 @@ class ReadGuard:
 
     # The generated expression
 
-    def _generate(self) -> None:
-        terms = ["[*map(type, objects)] == classes", "have_types(*tensors)"]
-        terms += [term for place in self._places for term in self._terms_of(place)]
+    def _generated(self, terms: list[str]) -> Callable[[Any], bool]:
+        terms = ["[*map(type, objects)] == classes", "have_types(*tensors)", *terms]
         lines = ["def check(call):"]
         lines += [f"    if not ({' and '.join(chunk)}): return False" for chunk in _chunks(terms)]
         self._rename()
         exec("\n".join([*lines, "    return True"]), self._names)
-        self._fast = self._names["check"]
+        return self._names["check"]
+
+    def _generated_for_quiet_calls(self) -> Callable[[Any], bool] | None:
+        """A check for as long as nobody writes to any of the dicts, of which one question in C++ is asked."""
+        split = [(self._name(place), *self._split(place)) for place in self._places]
+        unwritten_now = unwritten([self._names[f"in_{name}"] for name, by_version, _ in split if by_version])
+        if unwritten_now is None:
+            return None
+        check = self._generated(["unwritten_now()", *(term for _, _, others in split for term in others)])
+        self._names["unwritten_now"] = unwritten_now
+        return check
 
     def _terms_of(self, owner: Place) -> Iterator[str]:
         """What to ask of an owner; of a dict, or of the dict of a class, only after somebody has written to it."""
-        has_version = not owner.is_given and (type(self._now[owner]) is dict or isinstance(self._now[owner], type))
-        by_version: list[str] = []
-        for place in owner.children.values():
-            terms = self._terms(place)
-            if has_version and place.expectation is not Expectation.ARRAY and place.step is not Step.ATTRIBUTE:
-                by_version += terms
-            else:
-                yield from terms
+        by_version, others = self._split(owner)
+        yield from others
         if by_version:
             name = self._name(owner)
             holder = f"in_{name}"
             yield f"(version({holder}) == of_{name} or ({' and '.join(by_version)} and note({holder}, 'of_{name}')))"
+
+    def _split(self, owner: Place) -> tuple[list[str], list[str]]:
+        """What need not be asked of an owner that nobody has written to, and what has to."""
+        has_version = not owner.is_given and (type(self._now[owner]) is dict or isinstance(self._now[owner], type))
+        by_version: list[str] = []
+        others: list[str] = []
+        for place in owner.children.values():
+            is_by_version = place.expectation is not Expectation.ARRAY and place.step is not Step.ATTRIBUTE
+            (by_version if has_version and is_by_version else others).extend(self._terms(place))
+        return by_version, others
 
     def _terms(self, place: Place) -> Iterator[str]:
         assert place.parent is not None
