@@ -41,8 +41,15 @@ def _gpt2(**options: Any) -> nn.Module:
     return without_dropout(build_gpt2(n_layer=4, **options))
 
 
+def _classifying(model: Any) -> nn.Module:
+    """Classifiers of Hugging Face write down in their first forward what they classify, which a pipeline refuses."""
+    model.config.problem_type = "single_label_classification"
+    return model
+
+
 def _bert_classifier() -> nn.Module:
-    return without_dropout(build_bert("BertForSequenceClassification", num_hidden_layers=4, num_labels=CLASSES))
+    model = build_bert("BertForSequenceClassification", num_hidden_layers=4, num_labels=CLASSES)
+    return _classifying(without_dropout(model))
 
 
 def _mamba() -> nn.Module:
@@ -97,7 +104,7 @@ MODELS: dict[str, PipelineCase] = {
         PipelineCase("bert_mlm", _of_zoo("hf_bert"), HF_CASES["hf_bert"].make_batch),
         PipelineCase("bert_classifier", _bert_classifier, _classified_batch),
         PipelineCase("t5", _of_zoo("hf_t5"), HF_CASES["hf_t5"].make_batch),
-        PipelineCase("vit", _of_zoo("hf_vit"), HF_CASES["hf_vit"].make_batch),
+        PipelineCase("vit", lambda: _classifying(_of_zoo("hf_vit")()), HF_CASES["hf_vit"].make_batch),
         PipelineCase("mamba", _mamba, _causal_batch),
     )
 }

@@ -31,6 +31,7 @@ from torch import nn
 from wholestep import _waiting_torch
 from wholestep.capture import source
 from wholestep.errors import RankError, WholestepError
+from wholestep.runtime.agreement import plain
 from wholestep.runtime.executable import Executable
 from wholestep.runtime.held import Grip, Held, Owners, is_guarded, when_looked_at
 from wholestep.runtime.journal import Journal
@@ -226,7 +227,7 @@ class Pending:
                 work.executable.finish(work.journal)
             except Exception as error:
                 kind = RankError if work.journal.has_failed_wait else WholestepError
-                raise kind(self._missing(work, str(error))) from error
+                raise kind(self._missing(work, plain(error))) from error
 
     def _missing(self, work: _Begun | _Left, reason: str) -> str:
         return (

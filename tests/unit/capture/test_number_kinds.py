@@ -16,6 +16,8 @@ from torch import Tensor, nn
 from torch.optim import SGD, Optimizer
 
 import wholestep
+from wholestep.capture.record.numbers import Ledger, name_of
+from wholestep.capture.record.places import Rooted, Step
 
 X, Y = pair()
 Scale = Callable[[Any], Any]
@@ -281,3 +283,27 @@ LENGTHS: dict[str, Scale] = {
 @pytest.mark.parametrize("kind", slow_but(LENGTHS, "its last item", "its sum and its length", "an item that comes"))
 def test_a_list_that_grows(kind: str) -> None:
     run(LENGTHS[kind], [{"grown": [1.0, 2.0, 3.0, 4.0, 5.0][:size]} for size in (2, 3, 4, 5)], grown=[1.0])
+
+
+def test_names_of_numbers_do_not_depend_on_what_else_there_is() -> None:
+    """Ranks compare their graphs by these names, and one of them may have seen more numbers change than another."""
+    owner = Rooted(object())
+    betas = [(owner, (Step.ITEM, "betas"), (Step.ITEM, index)) for index in range(2)]
+    batch = (owner, (Step.ATTRIBUTE, "num tokens"))
+
+    def names(*paths: tuple[Any, ...]) -> list[str]:
+        """Those of the betas, and of what is computed from them."""
+        ledger = Ledger()
+        leaves: dict[Any, Any] = {path: ledger.leaf(0.5, path) for path in paths}
+        return [name for path in betas for name in (name_of(leaves[path]), name_of(1 - leaves[path]))]
+
+    assert names(*betas) == names(batch, *reversed(betas))
+    assert names(*betas)[::2] == ["a_betas_0", "a_betas_1"]
+
+
+def test_numbers_have_names_of_their_own() -> None:
+    ledger = Ledger()
+    paths = [(Rooted(object()), (Step.ATTRIBUTE, name)) for name in ("n", "n", "n_2", "a b", "a-b")]
+    found = [name_of(ledger.leaf(1, path)) for path in paths]
+    assert len({*found}) == len(found)
+    assert all(name.isidentifier() for name in found)

@@ -102,6 +102,14 @@ _ON_NUMBERS = frozenset(
 )
 
 
+def _is_hashable(function: Any) -> bool:
+    try:
+        hash(function)
+    except TypeError:  # a weak reference has the hash of what it refers to, which may have none
+        return False
+    return True
+
+
 def choose(recorder: Recorder, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """What to call in place of `function` with these arguments."""
     kind = type(function)
@@ -122,7 +130,7 @@ def choose(recorder: Recorder, function: Any, args: tuple[Any, ...], kwargs: dic
         return _class(recorder, function, args, kwargs)
     if kind in _C_CALLABLES or kind is types.BuiltinMethodType:
         return _builtin(recorder, function, args, kwargs)
-    if kind.__hash__ is not None and function in recorder.handlers:
+    if _is_hashable(function) and function in recorder.handlers:
         return recorder.handlers[function](recorder, function, args, kwargs)
     if kind is functools.partial:
         recorder.read_deep(function)

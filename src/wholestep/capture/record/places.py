@@ -22,6 +22,7 @@ import collections
 import enum
 import functools
 import types
+import weakref
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -104,6 +105,7 @@ _PINNED = (
     staticmethod,
     classmethod,
 )
+_WEAK = (weakref.WeakValueDictionary, weakref.WeakKeyDictionary, weakref.WeakSet)
 CONTAINERS = (list, dict, tuple, set, frozenset, collections.deque)
 _LARGEST_ARRAY_BYTES = 2**20
 
@@ -250,9 +252,12 @@ def is_plain(value: Any) -> bool:
 def has_hidden_state(value: Any) -> bool:
     """Whether an object holds something that only C knows and that may change: buffers, iterators, thread locals.
 
-    What has a hash of its own is taken for a value that never changes (dates, patterns, decimals).
+    What has a hash of its own is taken for a value that never changes (dates, patterns, decimals). Weak dicts and sets
+    are Python, but the interpreter itself writes to them, and torch has some of its own that must not be followed.
     """
     kind = type(value)
+    if isinstance(value, _WEAK):
+        return True
     if is_plain(value) or isinstance(value, (*_PINNED, *CONTAINERS, torch.Tensor, np.ndarray)) or is_open(value):
         return False
     if kind.__module__.split(".")[0] == "torch":
