@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from wholestep.capture.record import standins, tensors
-from wholestep.capture.record.places import ABSENT, CONTAINERS, Place, Step, has_hidden_state, take
+from wholestep.capture.record.places import ABSENT, CONTAINERS, HEAP_TYPE, Place, Step, has_hidden_state, take
 
 if TYPE_CHECKING:
     from wholestep.capture.record.recorder import Recorder
@@ -49,6 +49,9 @@ def find_attribute(recorder: Recorder, owner: Any, name: str, place: Place | Non
         recorder.namespace_of(owner)
         return
     member = _class_member(type(owner), name)
+    if type(member) is _NAMED_PART:
+        recorder.read_all(owner)
+        return
     if _is_data_descriptor(member):
         recorder.follow_all(member)
         if isinstance(member, MemberDescriptorType):
@@ -56,14 +59,11 @@ def find_attribute(recorder: Recorder, owner: Any, name: str, place: Place | Non
         elif isinstance(member, property):
             if not isinstance(member.fget, FunctionType):
                 recorder.called(member.fget, (owner,))
-        elif not type(member).__flags__ & _HEAP_TYPE:
-            # Of C: a named part of a tuple, or something about an object that only C knows.
+        elif not isinstance(getattr(type(member), "__get__", None), FunctionType):
+            # Of C: a part of a container, or something about an object that only C knows.
             if isinstance(owner, CONTAINERS):
                 recorder.read_all(owner)
             refuse_hidden_state(recorder, owner)
-        return
-    if type(member) is _NAMED_PART:
-        recorder.read_all(owner)
         return
     if member is not ABSENT and hasattr(type(member), "__get__"):
         recorder.follow_operators(member)
@@ -117,22 +117,19 @@ def read_from_class(recorder: Recorder, cls: type, name: str) -> None:
     for base in cls.__mro__:
         if name in vars(base):
             member = vars(base)[name]
-            if base.__flags__ & _HEAP_TYPE and _is_library(base.__module__) and callable(member):
+            if base.__flags__ & HEAP_TYPE and _is_library(base.__module__) and callable(member):
                 recorder.pin(base, Step.CLASS, name)
-            elif base.__flags__ & _HEAP_TYPE:
+            elif base.__flags__ & HEAP_TYPE:
                 recorder.root(base)
                 recorder.note(base, Step.CLASS, name, member)
             recorder.follow_all(member)
             return
-        if base.__flags__ & _HEAP_TYPE and not _is_library(base.__module__):
+        if base.__flags__ & HEAP_TYPE and not _is_library(base.__module__):
             recorder.root(base)
             recorder.note(base, Step.CLASS, name, ABSENT)
     metaclass = _class_member(type(cls), name)
     if metaclass is not ABSENT:
         recorder.follow_all(metaclass)
-
-
-_HEAP_TYPE = 1 << 9
 
 
 def _is_part(module: nn.Module, name: str) -> bool:
