@@ -15,6 +15,8 @@ os.environ["HF_HUB_DISABLE_TELEMETRY"] = "1"
 import pytest
 import torch
 
+from wholestep import _recording_torch
+
 # Pytest would have torch log each tensor that a trace begins with, with a stack: a sixth of the time of all tests.
 logging.getLogger("torch.__trace").addHandler = lambda hdlr: None
 
@@ -29,6 +31,12 @@ def _seeded_and_single_threaded() -> Iterator[None]:
     torch.manual_seed(0)
     yield
     torch.set_num_threads(threads)
+
+
+@pytest.fixture(autouse=True)
+def _quiet_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The guards of quiet calls are used from the third call on: few tests make as many before something changes."""
+    monkeypatch.setattr(_recording_torch, "QUIET_CALLS", 1)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

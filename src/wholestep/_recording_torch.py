@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import gc
-import platform
 import sys
 import weakref
 from collections.abc import Callable, Generator
@@ -162,15 +161,19 @@ def _version_unless_empty(owner: dict[Any, Any]) -> int:
     return _guards.dict_version(owner) if owner else -1
 
 
-_NOTICES_ALL = [*map(int, platform.python_version_tuple()[:2])] < [3, 12]
+_NOTICES_ALL = sys.version_info[:2] < (3, 12)
 # A number that changes with every write to a dict.
 dict_version: Callable[[dict[Any, Any]], int] = _guards.dict_version if _NOTICES_ALL else _version_unless_empty
+
+
+QUIET_CALLS = 3
 
 
 def unwritten(dicts: list[dict[Any, Any]]) -> Callable[[], bool] | None:
     """A check of whether nobody writes to any of some dicts from now on, asked in C++; None if torch has none.
 
-    A fourth of the time that `dict_version` takes for each of them. To make one takes as long as many checks.
+    A fourth of the time that `dict_version` takes for each of them. To make one takes as long as many checks: it is
+    worth it after `QUIET_CALLS` calls in which nobody has written.
     """
     if not _NOTICES_ALL:
         return None
@@ -179,7 +182,7 @@ def unwritten(dicts: list[dict[Any, Any]]) -> Callable[[], bool] | None:
         for index, one in enumerate(dicts):
             item = root.list_getitem_manager(index, "", one, GuardManagerType.GUARD_MANAGER)
             item.add_dict_version_guard(one, [], None)
-    except (TypeError, AttributeError):  # torch 2.11 has another signature
+    except (TypeError, AttributeError):  # in case a version of torch asks for them otherwise
         return None
     return functools.partial(root.check, dicts)
 

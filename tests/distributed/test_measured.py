@@ -17,6 +17,7 @@ pytestmark = pytest.mark.distributed
 
 WIDTH, NUM_LAYERS = 32, 3
 GRADIENT_BYTES = NUM_LAYERS * (WIDTH + 1) * WIDTH * 4
+ROLL_CALL_BYTES = 512
 
 
 def train_step(model: nn.Module, optimizer: Optimizer, x: torch.Tensor) -> torch.Tensor:
@@ -53,7 +54,8 @@ def test_measured_steps_on_two_ranks(cross_iteration: str) -> None:
     for one, other in zip(plain, measured, strict=True):
         assert one["losses"] == other["losses"]
         assert one["peak_bytes"] is None
-        # A backend may hold on to the gradients that it has sent for a moment longer than the graph does.
-        assert 0 <= other["peak_bytes"] - other["predicted_bytes"] <= GRADIENT_BYTES
+        # A backend may hold on to the gradients that it has sent for a moment longer than the graph does, and to the
+        # few numbers by which ranks agree that all of them are here.
+        assert 0 <= other["peak_bytes"] - other["predicted_bytes"] <= GRADIENT_BYTES + ROLL_CALL_BYTES
         assert {"forward", "backward", "comm", "optimizer", "waiting"} == set(other["parts"])
         assert "waits for communication" in other["text"]

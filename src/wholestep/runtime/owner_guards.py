@@ -25,8 +25,6 @@ from wholestep.runtime.held import own_dict, plain_class
 OwnerCheck = Callable[[object], str | Difference | None]
 
 _NOT_OPTIONS = ("params", "lr")
-_QUIET_CALLS = 3
-"""After so many calls in which nobody has written to some dicts, a faster check is worth the making."""
 
 
 def make_owner_guards(capture: Capture) -> list[OwnerCheck]:
@@ -93,7 +91,7 @@ class Contents:
         now = [*map(_recording_torch.dict_version, self.dicts)]
         if now == self._versions:
             self._num_quiet += 1
-            if self._num_quiet == _QUIET_CALLS:
+            if self._num_quiet == _recording_torch.QUIET_CALLS:
                 self._is_quiet = _recording_torch.unwritten(self.dicts)
             return []
         return [index for index, (old, new) in enumerate(zip(self._versions, now, strict=True)) if old != new]

@@ -17,6 +17,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 import wholestep
+from wholestep import _recording_torch
+from wholestep.capture.record import guard
 
 X, Y = pair()
 VALUES = ("0.5", "1.5", "1.5", "0.75", "2.0")
@@ -463,3 +465,69 @@ def test_another_method_of_the_same_object() -> None:
     twins.steps(2)
     twins.change(lambda world: setattr(world.state, "kept", world.state.owner.other))
     twins.steps(2)
+
+
+# Quiet calls
+
+
+def counted_builds(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """How many checks for quiet calls are made from here on, one entry each."""
+    made: list[int] = []
+    original = _recording_torch.unwritten
+
+    def unwritten(dicts: list[Any]) -> Any:
+        made.append(len(dicts))
+        return original(dicts)
+
+    monkeypatch.setattr(guard, "unwritten", unwritten)
+    monkeypatch.setattr(_recording_torch, "unwritten", unwritten)
+    return made
+
+
+@pytest.mark.parametrize("quiet_calls", [1, 3])
+def test_changes_after_many_quiet_calls(quiet_calls: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_recording_torch, "QUIET_CALLS", quiet_calls)
+    made = counted_builds(monkeypatch)
+    config = SimpleNamespace(scale=1.0, table={"a": [1.0, 2.0]}, mode="sum")
+
+    def step(model: nn.Module, optimizer: Optimizer, features: Tensor, targets: Tensor) -> Tensor:
+        factor = config.scale * config.table["a"][1] * (2.0 if config.mode == "sum" else 3.0)
+        optimizer.zero_grad()
+        loss = torch.nn.functional.mse_loss(model(features), targets) * factor
+        loss.backward()
+        optimizer.step()
+        return loss
+
+    def change_scale(_: World) -> None:
+        config.scale = 0.5
+
+    def change_item(_: World) -> None:
+        config.table["a"][1] = 4.0
+
+    def change_mode(_: World) -> None:
+        config.mode = "mean"
+
+    def freeze(world: World) -> None:
+        world.model.first.weight.requires_grad_(False)
+
+    twins = Twins(small_world(), step)
+    for change in (change_scale, change_item, change_mode, freeze):
+        twins.steps(6, X, Y)
+        twins.change(change)
+        twins.steps(6, X, Y)
+    assert made
+
+
+def test_a_step_that_writes_at_each_call_makes_no_checks_for_quiet_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_recording_torch, "QUIET_CALLS", 3)
+    made = counted_builds(monkeypatch)
+
+    def counted(state: Any, loss: Tensor) -> Tensor:
+        state.calls += 1
+        return loss * state.scale
+
+    twins = Twins(with_state(calls=int, scale=lambda: 2.0), make=read_world(counted))
+    twins.steps(4)
+    del made[:]
+    twins.steps(20)
+    assert len(made) <= 2

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from wholestep import _recording_torch
 from wholestep._recording_torch import class_namespace, dict_version, tensor_types, unwritten
 from wholestep.capture.record.numbers import value_of
 from wholestep.capture.record.places import (
@@ -28,8 +29,6 @@ from wholestep.capture.record.places import (
 )
 
 _EXACT = (dict, list, tuple)
-_QUIET_CALLS = 3
-"""After so many calls without a change, a check for such calls is worth the making."""
 
 
 @dataclass
@@ -76,8 +75,8 @@ class ReadGuard:
                 return None
             if self._fast(call):
                 self._num_quiet += 1
-                if self._num_quiet == _QUIET_CALLS:
-                    self._quiet = self._generated_for_quiet_calls()
+                is_quiet = self._num_quiet == _recording_torch.QUIET_CALLS
+                self._quiet = self._generated_for_quiet_calls() if is_quiet else None
                 return None
         except (KeyError, IndexError, AttributeError, TypeError, ValueError):
             pass
@@ -241,6 +240,7 @@ class ReadGuard:
     def _note_version(self, owner: dict[Any, Any], name: str) -> bool:
         """A dict holds what it should; no need to ask again before it is written to."""
         self._names[name] = dict_version(owner)
+        self._num_quiet = 0
         return True
 
     def _key(self, place: Place) -> str:
