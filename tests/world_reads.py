@@ -100,9 +100,9 @@ after:
     print(f'rate {V}')
 ## kept
 defs:
-    rates@ = []
+    kept_rates@ = []
 after:
-    rates@.append(V)
+    kept_rates@.append(V)
 """)
 WORD_USES = parse("""
 ## switch

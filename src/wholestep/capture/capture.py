@@ -55,6 +55,8 @@ from wholestep.errors import CaptureError
 from wholestep.graph import Slot, SlotKind, StepGraph
 
 Function = Callable[..., Any]
+NumberPaths = tuple[tuple[Any, ...], ...]
+"""Where in the arguments and what they reach the Python numbers are that become inputs."""
 
 
 @dataclass(frozen=True)
@@ -97,7 +99,7 @@ class _Call:
     found: Reachable
     dynamic_leaves: frozenset[int]
     zero_gradients: frozenset[str]
-    numbers: tuple[tuple[Any, ...], ...]
+    numbers: NumberPaths
     answers: bool
     handed_out: HandedOut
     unseen: frozenset[FunctionType] = frozenset()
@@ -126,7 +128,7 @@ class _Call:
         self,
         *,
         found: Reachable | None = None,
-        numbers: tuple[tuple[Any, ...], ...] | None = None,
+        numbers: NumberPaths | None = None,
         unseen: Iterable[FunctionType] = (),
     ) -> _Call:
         """The same capture from its start, with more that is known."""
@@ -148,7 +150,7 @@ def capture(
     *,
     dynamic_leaves: frozenset[int] = frozenset(),
     zero_gradients: frozenset[str] = frozenset(),
-    numbers: tuple[tuple[Any, ...], ...] = (),
+    numbers: NumberPaths = (),
     answers: bool = False,
 ) -> Capture:
     """Capture one call of a train step; dimension 0 of the argument leaves in `dynamic_leaves` stays symbolic.
