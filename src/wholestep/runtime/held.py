@@ -14,7 +14,9 @@ Each of these can be taken away or put back at any time, any number of times.
 
 from __future__ import annotations
 
+import contextlib
 import copy
+import ctypes
 import operator
 import sys
 import threading
@@ -125,7 +127,7 @@ def is_guarded(tensor: torch.Tensor) -> bool:
 class Held:
     """One tensor, held or not. `real` is the tensor to work with meanwhile, in the same memory; None if not held.
 
-    `real_gradient` is its gradient meanwhile; None if that has yet to come. `holder` is who held it last.
+    `real_gradient` is its gradient meanwhile; None if that has yet to come. `holder` is who holds it, or is about to.
     """
 
     def __init__(self, tensor: torch.Tensor) -> None:
@@ -136,6 +138,8 @@ class Held:
         self._class = _PLAIN.get(type(tensor), type(tensor))
         self._stand_in = _waiting_torch.stand_in(tensor)
         self._gradient: torch.Tensor | None = None
+        # The class that the tensor had when somebody began to change it, and is not through yet.
+        self._changing_from: type | None = None
         _by_storage[_waiting_torch.storage_id(self._stand_in)] = self
         _by_tensor[id(tensor)] = self
 
@@ -144,16 +148,27 @@ class Held:
         """What is known of a tensor: the same for all who hold it one after the other."""
         return _by_tensor.get(id(tensor)) or Held(tensor)
 
-    def holding(self, holder: object, *, without_memory: bool) -> list[Callable[[], Any]]:
-        """What to call, past everything, to keep the tensor from readers; it does no harm if it is kept already."""
+    def suit_class(self) -> None:
+        """Give the tensor the class that a held one has, or its own.
+
+        That may take a while: Python tells audit hooks of it first, which may be Python, in which signal handlers run
+        and look at the tensor, which changes its class as well.
+        """
+        while type(self.tensor) is not (suited := self._class if self.holder is None else _GUARDED[self._class]):
+            outer = self._changing_from
+            if outer is not None:  # Python will let go of that class once more, although we have done so here
+                ctypes.pythonapi.Py_IncRef(ctypes.py_object(outer))
+            self._changing_from = type(self.tensor)
+            try:
+                self.tensor.__class__ = suited
+            finally:
+                self._changing_from = outer
+
+    def holding(self, *, without_memory: bool) -> list[Callable[[], Any]]:
+        """What to call, past everything, to keep the memory from readers; it does no harm if it is kept already."""
         real = self.tensor.detach() if self.real is None else self.real
         data = self._stand_in if without_memory else _waiting_torch.marked_alias(real)
-        return [
-            partial(setattr, self, "holder", holder),
-            partial(setattr, self, "real", real),
-            partial(setattr, self.tensor, "__class__", _GUARDED[self._class]),
-            _waiting_torch.setting_data(self.tensor, data),
-        ]
+        return [partial(setattr, self, "real", real), _waiting_torch.setting_data(self.tensor, data)]
 
     def holding_gradient(self, *, keep: bool) -> list[Callable[[], Any]]:
         """What to call, past everything, to keep the gradient from readers; it is put back only if `keep`."""
@@ -170,15 +185,15 @@ class Held:
         ]
 
     def giving_back(self) -> list[Callable[[], Any]]:
-        """What to call, past everything, to let everybody have the tensor again; it does no harm if they have."""
+        """What to call, past everything, to let everybody have the memory again; it does no harm if they have."""
         back = [] if self.real is None else [_waiting_torch.setting_data(self.tensor, self.real)]
         if self._is_gradient_held():
             back.append(_waiting_torch.setting_gradient(self.tensor, self.real_gradient))
         return [
             *back,
             partial(setattr, self, "real_gradient", None),
-            partial(setattr, self.tensor, "__class__", self._class),
             partial(setattr, self, "real", None),
+            partial(setattr, self, "holder", None),
         ]
 
     def drop_gradient(self) -> None:
@@ -225,7 +240,7 @@ def behind(tensor: torch.Tensor) -> torch.Tensor | None:
 
 
 class Grip:
-    """Tensors that a holder holds together, by slot id, and the modules that own them.
+    """Tensors that a holder holds together, by slot id, and the modules that own them. It serves once.
 
     `gradients` are the slots of those whose gradient is held too, and whether it is put back afterwards (`keep`).
     """
@@ -240,14 +255,24 @@ class Grip:
         self._tensors = list({id(held): held for held in by_slot.values()}.values())
         self._gradients = [(by_slot[slot], keep) for slot, keep in gradients.items() if slot in by_slot]
         self._modules = list(map(HeldParameters, modules))
+        # Empty as soon as somebody has given them back.
+        self._ours = [self]
 
     def holding(self) -> Callable[[], None]:
-        """What to call to keep them from readers, wherever they look: all at once."""
+        """What to call to keep them from readers, wherever they look; `is_complete` if nobody has looked meanwhile."""
         is_alone = threading.active_count() == 1
-        calls = [call for held in self._tensors for call in held.holding(self._holder, without_memory=is_alone)]
+        calls = [call for held in self._tensors for call in held.holding(without_memory=is_alone)]
         calls += [own.holding() for own in self._modules]
         calls += [*self._holding_gradients(), partial(setattr, self, "is_complete", True)]
-        return partial(_waiting_torch.past_everything, calls)
+        return partial(self._hold, calls)
+
+    def _hold(self, calls: list[Callable[[], Any]]) -> None:
+        for held in self._tensors:
+            held.holder = self._holder
+            held.suit_class()
+        # From here on readers come to us, and whoever does gives everything back.
+        with contextlib.suppress(IndexError):
+            _waiting_torch.past_everything([partial(operator.getitem, self._ours, 0), *calls])
 
     def hold_gradients(self) -> None:
         """Keep the gradients from readers, which another call has computed since."""
@@ -262,16 +287,21 @@ class Grip:
     def _holding_gradients(self) -> list[Callable[[], Any]]:
         return [call for held, keep in self._gradients for call in held.holding_gradient(keep=keep)]
 
-    def give_back(self, then: Callable[[], Any]) -> None:
-        """Let everybody have them again, all at once. `then` is a call of C that notes it."""
+    def give_back(self) -> None:
+        """Let everybody have them again."""
         calls = [call for held in self._tensors for call in held.giving_back()]
-        _waiting_torch.past_everything([*calls, *(own.giving_back() for own in self._modules), then])
+        modules = [own.giving_back() for own in self._modules]
+        noted = [self._ours.clear, partial(setattr, self, "is_complete", False)]
+        _waiting_torch.past_everything([*calls, *modules, *noted])
+        for held in self._tensors:
+            held.suit_class()
 
     def give_back_one(self, tensor: torch.Tensor) -> None:
-        """Let everybody have one of them again, if it is held, and was by this holder."""
+        """Let everybody have one of them again, if it was this holder who held it."""
         for held in self._tensors:
-            if held.tensor is tensor and held.real is not None and held.holder is self._holder:
+            if held.tensor is tensor and held.holder in (self._holder, None):
                 _waiting_torch.past_everything(held.giving_back())
+                held.suit_class()
 
 
 class Owners:

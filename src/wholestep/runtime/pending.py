@@ -22,7 +22,6 @@ import threading
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
@@ -270,8 +269,11 @@ class Pending:
     def _give_back(self) -> None:
         grip = self._grip
         if grip is not None:
-            grip.give_back(partial(setattr, self, "_grip", None))
-        if self in _waiting:
+            grip.give_back()
+        # A signal handler may have run a step meanwhile that holds them again.
+        if self._grip is grip:
+            self._grip = None
+        if self._grip is None and self in _waiting:
             _waiting.remove(self)
 
     def let_go(self, tensor: torch.Tensor) -> None:
