@@ -47,13 +47,14 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 @pytest.fixture(autouse=True)
 def _nothing_left_behind(pytestconfig: pytest.Config) -> Iterator[None]:
-    """Under `--leftovers`, every call of a compiled step is followed by a look for what it has left behind."""
-    if not pytestconfig.getoption("--leftovers"):
-        yield
-        return
-    from tests.leftovers import Leftovers
+    """No call of a compiled step leaves an internal tensor in what the user has.
 
-    with Leftovers().watching():
+    A capture that succeeds makes sure itself, always: no tensor that it handed out is alive, whoever might hold it.
+    Under `--leftovers`, fake tensors and symbols are looked for too, after every call.
+    """
+    from tests.leftovers import Leftovers, refusals_watched
+
+    with Leftovers().watching() if pytestconfig.getoption("--leftovers") else refusals_watched():
         yield
 
 

@@ -27,6 +27,7 @@ from torch._subclasses.functional_tensor import FunctionalTensor
 
 from wholestep._fake_torch import is_blank
 from wholestep.capture.record import follow
+from wholestep.errors import CaptureError
 from wholestep.runtime.runner import StepRunner
 
 # What is noted here while a step is traced is no part of it.
@@ -104,7 +105,7 @@ class Leftovers:
                 self._depth -= 1
                 if self._made and not self._depth:
                     self._made.clear()
-                    _search((args, kwargs, call))
+                    search((args, kwargs, call))
                 raise
             self._depth -= 1
             if self._made and not self._depth:
@@ -151,7 +152,26 @@ class Leftovers:
         return suspects
 
 
-def _search(roots: Any) -> None:
+@contextlib.contextmanager
+def refusals_watched() -> Iterator[None]:
+    """Calls that are refused leave nothing in the user's objects; of others, the capture itself makes sure."""
+
+    def searched(call: Callable[..., Any]) -> Any:
+        @functools.wraps(call)
+        def searched_call(*args: Any, **kwargs: Any) -> Any:
+            try:
+                return call(*args, **kwargs)
+            except CaptureError:
+                search((args, kwargs, call))
+                raise
+
+        return searched_call
+
+    with _replaced(StepRunner, "__call__", searched):
+        yield
+
+
+def search(roots: Any) -> None:
     """Raise AssertionError if the roots lead to something internal."""
     stack: list[tuple[Any, Any]] = [(roots, None)]
     seen: dict[int, Any] = {}

@@ -107,8 +107,8 @@ _GO_ON = ConvertFrameReturn(frame_exec_strategy=_AS_EVER, apply_to_code=False)
 
 
 @contextlib.contextmanager
-def when_functions_start(may_matter: Callable[[CodeType], bool], tell: Callable[[Any], None]) -> Generator[None]:
-    """Call `tell(frame)` before a function starts in this thread, unless its code cannot matter.
+def when_functions_start(may_matter: Callable[[Any], bool], tell: Callable[[Any], None]) -> Generator[None]:
+    """Call `tell(frame)` before a function starts in this thread; never again if its frame says that it cannot matter.
 
     By the hook of `torch.compile`, which costs next to nothing for code that it was told to leave alone; `sys.settrace`
     would slow down every instruction. Inside of what torch itself keeps from being compiled, nobody is told.
@@ -120,7 +120,7 @@ def when_functions_start(may_matter: Callable[[CodeType], bool], tell: Callable[
     def start(frame: Any, _entry: Any, _state: Any) -> ConvertFrameReturn:
         code = frame.f_code
         for may_matter, tell in listening:
-            if may_matter(code):
+            if may_matter(frame):
                 tell(frame)
             elif _leave_alone(code):
                 left_alone.append(code)

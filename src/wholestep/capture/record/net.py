@@ -55,13 +55,18 @@ def _siblings(function: FunctionType) -> Iterator[FunctionType]:
         yield from (member for member in vars(owner).values() if isinstance(member, FunctionType))
 
 
-def _must_be_seen(frame: Any) -> bool:
-    """Whether a frame is the user's, and not there because torch logs, warns or imports something."""
+def _may_matter(frame: Any) -> bool:
+    """Whether the code of a frame is the user's; generated code is that of the module whose globals it has."""
     filename = frame.f_code.co_filename
-    if filename.startswith("<"):  # generated: for the module whose globals it has
+    if filename.startswith("<"):
         is_typed_in = frame.f_globals.get("__name__") == "__main__"
         filename = frame.f_globals.get("__file__", filename if is_typed_in else "<frozen>")
-    if not _is_anybodys(filename) or _runs_at_any_time(frame.f_code):
+    return _is_anybodys(filename)
+
+
+def _must_be_seen(frame: Any) -> bool:
+    """Whether a frame of the user's is there because of the step, and not because torch logs, warns or imports."""
+    if _runs_at_any_time(frame.f_code):
         return False
     below: FrameType | None = sys._getframe(2)  # pyright: ignore[reportPrivateUsage]
     while below is not None and not _calls_for_itself(below.f_code.co_filename):
@@ -115,13 +120,9 @@ def _torchs_own() -> frozenset[str]:
 def spread(is_instrumented: Callable[[CodeType], bool], is_working: Callable[[], bool]) -> Generator[None]:
     """Raise `Unseen` where a function of the user's starts in this thread, unless the recorder `is_working` itself."""
 
-    def may_matter(code: CodeType) -> bool:
-        filename = code.co_filename
-        return (filename[0] == "<" and not filename.startswith("<frozen ")) or _is_anybodys(filename)
-
     def started(frame: Any) -> None:
         if not is_instrumented(frame.f_code) and not is_working() and _must_be_seen(frame):
             raise Unseen(frame.f_code)
 
-    with _recording_torch.when_functions_start(may_matter, started):
+    with _recording_torch.when_functions_start(_may_matter, started):
         yield
