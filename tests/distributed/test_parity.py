@@ -61,6 +61,7 @@ def test_every_model_of_the_zoo_is_here() -> None:
 _LONG = ("t5", "llama", "vit", "bert", "checkpointed", "checkpointed_reentrant")
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     "case", [pytest.param(case, marks=[pytest.mark.slow] if case in _LONG else []) for case in CASES]
 )
@@ -99,16 +100,19 @@ OPTIMIZERS = [
 OTHER_OPTIMIZERS = ["adagrad", "adagrad_fused", "rmsprop", "rmsprop_foreach", "adafactor", "nadam"]
 
 
+@pytest.mark.sample(5)
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_every_optimizer(optimizer: str) -> None:
     assert_one_capture(assert_ddp_parity(Training("mlp", optimizer), ALL | NONE, plans=("both",)))
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("optimizer", OTHER_OPTIMIZERS)
 def test_optimizers_that_may_not_split(optimizer: str) -> None:
     assert_one_capture(assert_ddp_parity(Training("mlp", optimizer), ALL, plans=("both",)))
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("optimizer", ["sgd", "adamw_foreach", "adamw_fused"])
 def test_looking_after_every_step_and_only_at_the_end(optimizer: str) -> None:
     assert_one_capture(assert_ddp_parity(Training("mlp", optimizer), ALL | NONE, plans=("every", "end")))
@@ -142,6 +146,7 @@ FEATURES: dict[str, Training] = {
 }
 
 
+@pytest.mark.sample(8)
 @pytest.mark.parametrize("feature", FEATURES)
 def test_every_feature(feature: str) -> None:
     # Gradients that stay are there before the second call, but not before the first.
@@ -149,6 +154,7 @@ def test_every_feature(feature: str) -> None:
     assert_one_capture(assert_ddp_parity(FEATURES[feature], ALL | NONE, plans=("both",)), num_captures)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     "training",
     [
@@ -171,6 +177,7 @@ def test_buckets_chosen_by_name(names: list[str]) -> None:
     assert_one_capture(assert_ddp_parity(Training(), named, plans=("both",)))
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("bucket_mb", [0.00001, 0.001, 25])
 def test_every_size_of_buckets(bucket_mb: float) -> None:
     candidates: dict[str, MakeSide] = {
@@ -179,6 +186,7 @@ def test_every_size_of_buckets(bucket_mb: float) -> None:
     assert_one_capture(assert_ddp_parity(Training(optimizer="adamw_fused"), candidates, plans=("both",)))
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("optimizer", ["sgd", "adamw", "adamw_fused"])
 def test_a_parameter_that_one_rank_does_not_use(optimizer: str) -> None:
     training = Training("two_heads", optimizer, "branch", find_unused=True)
@@ -231,6 +239,7 @@ FOUR_RANKS = {
 _AS_ON_TWO = ("mlp", "tied", "clipped")
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=[pytest.mark.slow] if name in _AS_ON_TWO else []) for name in FOUR_RANKS]
 )
@@ -261,6 +270,7 @@ def _side_with_a_past(train_step: Callable[..., Any], model: nn.Module, training
     return wholestep_side(train_step, model, training)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("past", ["rank 0 alone", "compiled, not called", "ranks 0 and 1"])
 def test_ranks_with_different_pasts(past: str) -> None:
     candidates: dict[str, MakeSide] = {past: partial(_side_with_a_past, past=past)}

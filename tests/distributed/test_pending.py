@@ -46,18 +46,21 @@ def assert_no_differences(*by_rank: list[str]) -> None:
         raise AssertionError("\n  ".join(["not what eager, or DDP, computes", *lines]))
 
 
+@pytest.mark.sample(15)
 @pytest.mark.parametrize("name", SCENARIOS | IN_ONE_PROCESS)
 def test_in_one_process(name: str) -> None:
     scenario, training = (SCENARIOS | IN_ONE_PROCESS)[name]
     assert_no_differences(compare_scenario(scenario, training, eager_side, ONE_PROCESS()))
 
 
+@pytest.mark.sample(15)
 @pytest.mark.parametrize("name", SCENARIOS | ON_RANKS)
 def test_on_two_ranks(name: str) -> None:
     scenario, training = (SCENARIOS | ON_RANKS)[name]
     assert_no_differences(*run_ranks(compare_scenario, 2, scenario, training, ddp_side, TWO_RANKS()))
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("step", ["plain", "clip_norm", "accumulate"])
 @pytest.mark.parametrize("moved", ["auto", "all"])
 def test_max_iters_ends_with_everything_applied(step: str, moved: str) -> None:
@@ -168,6 +171,7 @@ def test_a_step_that_leaks_is_found_on_ranks(name: str) -> None:
     assert run_ranks(compare_scenario, 2, observed, training, ddp_side, _leaky_side) != [[], []]
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("num_ranks", "how", "code"),
     [

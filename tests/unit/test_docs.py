@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import inspect
+import multiprocessing
 import os
 import re
-import subprocess
+import runpy
 import sys
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 from xml.etree import ElementTree
 
 import pytest
+import torch
+from tests.distributed.ranks import PRELOADED
 
 import wholestep.errors
 
@@ -26,41 +31,56 @@ _ANY_BLOCK = re.compile(r"^```.*?^```$", re.MULTILINE | re.DOTALL)
 _LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
 _CODE_SPAN = re.compile(r"`[^`\n]*`")
 
-# Runs the blocks of one page in one namespace, then every test function they define. Padding with empty lines makes
-# line numbers those of the page.
-RUNNER = r"""
-import pathlib, re, sys
-
-page = pathlib.Path(sys.argv[1])
-text = page.read_text(encoding="utf-8")
-namespace = {"__name__": "__main__"}
-for match in re.finditer(r"^```python\n(.*?)^```$", text, re.MULTILINE | re.DOTALL):
-    padding = "\n" * text.count("\n", 0, match.start(1))
-    exec(compile(padding + match[1], str(page), "exec", dont_inherit=True), namespace)
-for name, value in list(namespace.items()):
-    if name.startswith("test_"):
-        value()
-"""
-
 
 def name_of(page: Path) -> str:
     return page.relative_to(ROOT).as_posix()
 
 
-def run(*arguments: str | Path, folder: Path) -> str:
-    """Run Python in a process of its own: pages register passes and set environment variables."""
-    environment = {key: value for key, value in os.environ.items() if not key.startswith("WHOLESTEP_")}
-    environment |= {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        [sys.executable, "-W", "error::UserWarning", *map(str, arguments)],
-        cwd=folder,
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=TIMEOUT_S,
-    )
-    assert done.returncode == 0, f"{done.stdout[-2000:]}\n{done.stderr[-6000:]}"
-    return done.stdout
+def run(source: Path, *arguments: str | Path, folder: Path) -> str:
+    """Run a script, or the code of a page, in a process of its own: pages register passes and set variables.
+
+    It is forked from one that has imported torch, which takes longer than most pages do.
+    """
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(PRELOADED)
+    output = folder.with_name(f"{folder.name}.txt")
+    process = context.Process(target=_run, args=(source, [str(source), *map(str, arguments)], folder, output))
+    process.start()
+    process.join(TIMEOUT_S)
+    process.kill()
+    process.join()
+    printed = output.read_text(encoding="utf-8")
+    assert process.exitcode == 0, printed[-8000:]
+    return printed
+
+
+def _run(source: Path, arguments: list[str], folder: Path, output: Path) -> None:
+    with output.open("wb") as file:
+        os.dup2(file.fileno(), 1)
+        os.dup2(file.fileno(), 2)
+    os.chdir(folder)
+    for name in [name for name in os.environ if name.startswith("WHOLESTEP_")]:
+        del os.environ[name]
+    os.environ |= {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    torch.set_num_threads(1)
+    sys.argv[:] = arguments
+    warnings.filterwarnings("error", category=UserWarning)
+    if source.suffix == ".md":
+        _run_page(source)
+    else:
+        runpy.run_path(str(source), run_name="__main__")
+
+
+def _run_page(page: Path) -> None:
+    """Run the blocks of a page in one namespace, then every test function they define."""
+    text = page.read_text(encoding="utf-8")
+    namespace: dict[str, Any] = {"__name__": "__main__"}
+    for match in _BLOCK.finditer(text):
+        padding = "\n" * text.count("\n", 0, match.start(1))  # line numbers are those of the page
+        exec(compile(padding + match[1], str(page), "exec", dont_inherit=True), namespace)
+    for name, value in list(namespace.items()):
+        if name.startswith("test_"):
+            value()
 
 
 PAGES_WITH_CODE = [page for page in PAGES if _BLOCK.search(page.read_text(encoding="utf-8"))]
@@ -73,7 +93,14 @@ def test_the_pages_that_should_have_code_have_some() -> None:
 
 @pytest.mark.parametrize("page", PAGES_WITH_CODE, ids=name_of)
 def test_the_code_runs(page: Path, tmp_path: Path) -> None:
-    run("-c", RUNNER, page, folder=tmp_path)
+    run(page, folder=tmp_path)
+
+
+def test_code_that_fails_is_found(tmp_path: Path) -> None:
+    page = tmp_path / "page.md"
+    page.write_text("# Title\n\n```python\nprint('begun')\nraise ValueError(1)\n```\n", encoding="utf-8")
+    with pytest.raises(AssertionError, match=r"(?s)begun.*page.md\", line 5.*ValueError: 1"):
+        run(page, folder=tmp_path)
 
 
 def anchors(page: Path) -> set[str]:

@@ -48,6 +48,7 @@ PLACES: dict[str, Callable[[Any, Any], Any]] = {
 }
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize(("place", "make"), list(zip(PLACES, [fake, functional, symbol] * 2)))
 def test_what_is_left_behind_is_found(place: str, make: Callable[[], Any]) -> None:
     leftovers, kept = Leftovers(), SimpleNamespace()

@@ -69,6 +69,7 @@ def listing(graph: StepGraph) -> tuple[str, dict[str, Any]]:
     return str(graph), inputs
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("make", "optimizer"),
     [

@@ -6,6 +6,7 @@ from tests.parity import assert_parity
 from wholestep import zoo
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("optimizer_name", ["adamw_fused", pytest.param("sgd", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", ["hf_gpt2", "hf_llama", "hf_bert", "hf_t5", "hf_vit"])
 def test_every_step_is_eagers(name: str, optimizer_name: str) -> None:

@@ -20,6 +20,7 @@ PAIRS = [
 ]
 
 
+@pytest.mark.sample(5)
 @pytest.mark.parametrize(("name", "optimizer_name"), PAIRS)
 def test_every_step_is_eagers(name: str, optimizer_name: str) -> None:
     step = assert_parity(zoo.get(name), optimizer_name, steps=5)
@@ -42,6 +43,7 @@ def test_radam_is_refused_because_it_branches_on_its_step_count() -> None:
     assert "torch.where" in str(caught.value)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("name", ["mlp", "gpt", "resnet", "lstm", "custom_function", "checkpointed"])
 def test_the_graph_as_captured_is_eagers_too(name: str) -> None:
     step = assert_parity(zoo.get(name), "adamw", steps=2, compile_options={"passes": ""})

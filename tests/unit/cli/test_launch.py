@@ -107,6 +107,7 @@ time.sleep({SLEEP_S})
 """
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("number", "code", "said"), [(signal.SIGINT, 130, "wholestep: interrupted"), (signal.SIGKILL, -9, "")]
 )

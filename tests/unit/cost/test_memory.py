@@ -149,6 +149,7 @@ def peaks(
     return profile_memory(step.graph).peak_bytes, measured.peak_bytes
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("passes", [None, ""], ids=["default", "as_captured"])
 @pytest.mark.parametrize(
     ("name", "optimizer"),

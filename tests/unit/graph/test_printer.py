@@ -114,6 +114,7 @@ def assert_printed_graph_runs(step: CompiledStep, *args: Any) -> None:
         assert torch.equal(torch.as_tensor(found[name]), torch.as_tensor(value)), name
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("passes", [None, ""], ids=["compiled", "captured"])
 @pytest.mark.parametrize(
     ("name", "optimizer"),

@@ -181,6 +181,7 @@ def test_types_in_short(value: Any, text: str) -> None:
     assert describe(value) == text
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     ("name", "optimizer"), [("gpt", "adamw"), ("resnet", "sgd_foreach"), ("lstm", "adamw_fused"), ("mlp", "adafactor")]
 )

@@ -77,6 +77,7 @@ TRIALS: dict[str, Callable[[], Trial]] = {
 }
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("passes", ["rotate", f"{SEND},rotate"])
 @pytest.mark.parametrize("name", TRIALS)
 def test_every_graph_is_well_formed(name: str, passes: str) -> None:
@@ -90,6 +91,7 @@ def test_every_graph_is_well_formed(name: str, passes: str) -> None:
         compile(str(derived), kind, "exec")
 
 
+@pytest.mark.sample(6)
 @pytest.mark.parametrize("finish", ["", "reinplace"])
 @pytest.mark.parametrize("passes", ["rotate", f"{SEND},rotate"])
 @pytest.mark.parametrize("name", TRIALS)

@@ -169,6 +169,7 @@ MAKERS: dict[str, Callable[..., Optimizer]] = {
 }
 
 
+@pytest.mark.sample(5)
 @pytest.mark.parametrize("name", MAKERS)
 @pytest.mark.parametrize(
     ("names", "expected"),

@@ -64,6 +64,7 @@ def trained(case: ZooCase, optimizer: Any, **options: Any) -> Any:
     return step
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     ("name", "optimizer", "options"),
     [
@@ -97,6 +98,7 @@ def test_a_decomposition_keeps_module_phase_and_gradients() -> None:
     assert {"norm", "mix"} <= {node.meta.get("fqn") for node in inner if node.meta["phase"] is Phase.FORWARD}
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("optimizer", ["adamw", "sgd_foreach"])
 @pytest.mark.usefixtures("_without_inductor")
 def test_tied_weights_and_several_groups(optimizer: str) -> None:
@@ -172,6 +174,7 @@ def test_regions_have_their_names_in_profiles() -> None:
     assert {"wholestep::forward", "wholestep::backward"} <= {event.key for event in profiled.key_averages()}
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("options", [{}, {"cross_iteration": "all"}])
 def test_what_the_compiler_assumes_about_sizes_is_guarded(
     monkeypatch: pytest.MonkeyPatch, options: dict[str, Any]

@@ -41,6 +41,7 @@ def case(probability: float = 0.4, is_training: bool | None = True) -> ZooCase:
     return in_double(ZooCase("dropping", lambda: Dropping(probability, is_training), make_batch, loss))
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("is_training", [True, None])
 @pytest.mark.parametrize("options", [{}, {"memory_budget": 0.0}, {"dynamic_batch": True}])
 def test_masks_are_eagers_and_do_not_cut_the_forward(

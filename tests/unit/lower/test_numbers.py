@@ -75,6 +75,7 @@ def updates(step: Any) -> list[Region]:
     return [node.target for node in calls if isinstance(node.target, Region)]
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("name", NOT_FUSED)
 @pytest.mark.usefixtures("_without_inductor")
 def test_every_optimizer_follows_its_schedule(name: str) -> None:
@@ -83,6 +84,7 @@ def test_every_optimizer_follows_its_schedule(name: str) -> None:
     assert updates(step)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("name", ["adamw", "adamw_foreach", "sgd_nesterov", "adamw_amsgrad"])
 @pytest.mark.usefixtures("_without_inductor")
 def test_an_update_is_one_region_that_writes_in_place(name: str) -> None:
@@ -100,12 +102,14 @@ def is_state(step: Any, node: fx.Node) -> bool:
     return step.graph.slot_of(node).kind in ("param", "state")
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("name", ["adamw", "adamw_foreach", "sgd"])
 @pytest.mark.usefixtures("_without_inductor")
 def test_updates_that_cross_iterations(name: str) -> None:
     trained(in_groups(name), cross_iteration="all")
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("name", ["adamw", "adamw_foreach"])
 @pytest.mark.usefixtures("_without_inductor")
 def test_short_floats_are_computed_in_long_ones(name: str) -> None:
@@ -204,6 +208,7 @@ def test_regions_are_dumped(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> 
         assert len(names[update.name](*inputs)) == len(update.module.graph.output_node().args[0])  # pyright: ignore
 
 
+@pytest.mark.sample(1)
 @needs_compiler
 @pytest.mark.parametrize("name", ["adamw", "adamw_foreach"])
 def test_inductor_compiles_an_update_once_for_all_learning_rates(name: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -40,6 +40,7 @@ def lowered(case: ZooCase, optimizer: Any, **options: Any) -> Any:
     return step
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("options", OPTIONS)
 def test_every_option(options: str) -> None:
     assert lowered(zoo.get("custom_function"), "adamw_foreach", **OPTIONS[options]).num_captures == 1
@@ -112,6 +113,7 @@ def test_views_sizes_and_tuples_stay_behind(dynamic_batch: bool) -> None:
             assert isinstance(node.meta["val"], Tensor)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("name", ["checkpointed_reentrant", "custom_function"])
 def test_sizes_are_inputs_of_a_region(name: str) -> None:
     """Inductor's cache asks for each symbol, and knows those only that are inputs by themselves."""

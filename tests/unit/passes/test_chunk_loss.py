@@ -115,6 +115,7 @@ def test_whole_models(name: str) -> None:
     assert_chunked(zoo.get(name), 3)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("name", ["hf_gpt2", "hf_llama", "hf_bert"])
 def test_hugging_face_models(name: str) -> None:
     """They compute the loss in float32, whatever the model is in."""

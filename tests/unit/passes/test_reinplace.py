@@ -451,6 +451,7 @@ def train_step(case: ZooCase) -> Callable[..., Tensor]:
 MEASURED = sorted(set(CASES) - {"checkpointed", "checkpointed_reentrant"})
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("name", MEASURED)
 def test_the_peak_is_at_most_eagers(name: str) -> None:
     case = CASES[name]

@@ -49,6 +49,7 @@ def saved_nodes(forward: fx.GraphModule, num_fwd_outputs: int = 1) -> list[fx.No
     return [item for item in output.args[0][num_fwd_outputs:] if isinstance(item, fx.Node)]
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("budget", BUDGETS)
 def test_the_halves_do_what_the_joint_graph_does_bit_for_bit(budget: float) -> None:
     model = network()

@@ -37,6 +37,7 @@ def peak_of(case: ZooCase, **options: Any) -> tuple[int, Any]:
     return measure_peak(step, model, optimizer, batch).peak_bytes, step
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("share", [pytest.param(0.5, marks=pytest.mark.slow), 0.0])
 @pytest.mark.parametrize(
     "name",

@@ -86,6 +86,7 @@ STEPS = [
 ]
 
 
+@pytest.mark.sample(5)
 @pytest.mark.parametrize("passes", [None, ""], ids=["compiled", "captured"])
 @pytest.mark.parametrize(("name", "optimizer"), [*STEPS, ("lstm", "sgd")])
 def test_the_function_computes_what_fx_computes(name: str, optimizer: str, passes: str | None) -> None:
@@ -107,6 +108,7 @@ def test_the_function_computes_what_fx_computes(name: str, optimizer: str, passe
         assert_equal(mine, other, where)
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("passes", [None, ""], ids=["compiled", "captured"])
 @pytest.mark.parametrize(("name", "optimizer"), STEPS)
 def test_the_function_calls_the_graphs_operators_and_no_others(name: str, optimizer: str, passes: str | None) -> None:

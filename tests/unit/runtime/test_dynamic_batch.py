@@ -18,6 +18,7 @@ def symbolic(step: Any) -> bool:
     return bool(step.captured.dynamic_leaves)
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize(
     ("name", "optimizer_name"),
     [
@@ -56,6 +57,7 @@ def test_a_symbolic_graph_as_captured_is_eagers_too() -> None:
     assert step.num_captures == 1
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("name", ["mlp", "gpt", "resnet"])
 def test_auto_becomes_symbolic_at_the_second_size(name: str, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO, logger="wholestep"):
@@ -75,6 +77,7 @@ def test_auto_becomes_symbolic_at_the_second_size(name: str, caplog: pytest.LogC
     assert reason in recompiled[0]
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(("name", "dynamic"), [("gpt", True), ("gpt", "auto"), ("mlp", True)])
 def test_a_loop_whose_sizes_change_is_eagers_bit_for_bit(name: str, dynamic: bool | str) -> None:
     """Nobody looks in between: the graph of the loop runs first in a later call than the one it was captured for."""

@@ -71,6 +71,7 @@ RATES: dict[str, Callable[..., Optimizer]] = {
 }
 
 
+@pytest.mark.sample(9)
 @pytest.mark.parametrize("optimizer_name", RATES)
 @pytest.mark.parametrize("scheduler_name", SCHEDULERS)
 def test_a_scheduled_learning_rate_costs_no_recompile(scheduler_name: str, optimizer_name: str) -> None:

@@ -138,6 +138,7 @@ def _copied_with_warning(parameter: Tensor) -> Tensor:
         return torch.tensor(parameter)
 
 
+@pytest.mark.sample(14)
 @pytest.mark.filterwarnings("ignore:To copy construct from a tensor:UserWarning")
 @pytest.mark.parametrize("name", LOOKS)
 def test_looking_applies(name: str) -> None:

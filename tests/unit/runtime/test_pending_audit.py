@@ -82,6 +82,7 @@ def train(optimizer: str) -> None:
     assert not inside
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
 def test_python_in_the_middle_of_holding(optimizer: str) -> None:
     code = f"from tests.unit.runtime.test_pending_audit import train; train({optimizer!r})"

@@ -26,6 +26,7 @@ pytestmark = pytest.mark.usefixtures("nothing_waits")
 # Steps that fail
 
 
+@pytest.mark.sample(9)
 @pytest.mark.parametrize("passes", [None, "simplify,cse", ""])
 @pytest.mark.parametrize("where", ["in the middle of the forward", "behind it"])
 @pytest.mark.parametrize("name", MAKERS)

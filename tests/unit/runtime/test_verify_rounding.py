@@ -81,6 +81,7 @@ def gpt(kind: str) -> tuple[World, Any]:
     return World(model=model, optimizer=optimizer, batch=case.make_batch(4, 0)), step
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("kind", ["bfloat16", "autocast", "masters"])
 def test_sums_in_another_order_are_rounding(kind: str) -> None:
     """A loss in chunks: in low precision it differs by more than the dtype's default tolerance."""
@@ -90,6 +91,7 @@ def test_sums_in_another_order_are_rounding(kind: str) -> None:
         compiled(world.model, world.optimizer, world.batch)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("kind", ["bfloat16", "autocast", "masters"])
 def test_a_wrong_gradient_is_found_in_low_precision(kind: str) -> None:
     world, step = gpt(kind)

@@ -19,6 +19,7 @@ RUNS = [
 ]
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(("name", "setup"), RUNS)
 def test_gradients_are_those_of_the_plain_model(name: str, setup: str) -> None:
     case = MODELS[name]

@@ -321,6 +321,7 @@ def test_the_model_is_left_as_it_is() -> None:
     assert all(type(parameter) is nn.Parameter for parameter in model.parameters())
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     "options", [{"lower": "inductor"}, {"memory_budget": StepBudget.of(0.0)}], ids=["lowered", "budget"]
 )
