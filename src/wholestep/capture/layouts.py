@@ -89,9 +89,9 @@ class TrueLayouts(_torch.FakeTensorMode):
 
     def _real_strides(self, func: Any, args: Any, kwargs: Any) -> list[tuple[int, ...]]:
         inputs = list(_tensors((args, kwargs)))
-        # Kernels leave notes for their backward in bytes (recurrent layers do), and trust what they read there.
-        has_notes = any(tensor.dtype is torch.uint8 for tensor in inputs)
-        if has_notes or (self._max_bytes is not None and sum(map(_num_bytes, inputs)) > self._max_bytes):
+        if any(map(_may_be_note, inputs)):
+            return []
+        if self._max_bytes is not None and sum(map(_num_bytes, inputs)) > self._max_bytes:
             return []
         devices = {tensor.device for tensor in inputs if tensor.device.type == "cuda"}
         draws = torch.Tag.nondeterministic_seeded in _torch.tags(func)
@@ -162,6 +162,16 @@ def _is_plain(tensor: torch.Tensor) -> bool:
 
 def _hints(sizes: Iterable[Any]) -> tuple[int, ...]:
     return tuple([_torch.optimization_hint(size) for size in sizes])
+
+
+def _may_be_note(fake: torch.Tensor) -> bool:
+    """Whether a kernel may have left a tensor for its backward, which trusts what it reads there.
+
+    Recurrent layers leave bytes; attention leaves the state of its generator, which fake kernels say is on the device,
+    and which real ones read on the host: the process would end there.
+    """
+    is_number = fake.dim() == 0 and not fake.dtype.is_floating_point
+    return fake.dtype is torch.uint8 or (is_number and fake.device.type != "cpu")
 
 
 def _num_bytes(fake: torch.Tensor) -> int:

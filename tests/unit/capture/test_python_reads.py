@@ -530,3 +530,45 @@ def test_a_step_that_writes_at_each_call_makes_no_checks_for_quiet_ones(monkeypa
     del made[:]
     twins.steps(20)
     assert len(made) <= 2
+
+
+# Classes of torch that a step names
+
+
+def _asks(model: nn.Module, optimizer: Optimizer, features: Tensor, targets: Tensor) -> Tensor:
+    assert isinstance(optimizer, Optimizer)
+    assert isinstance(model, nn.Module)
+    return mse_step(model, optimizer, features, targets)
+
+
+def _calls_by_class(model: nn.Module, optimizer: Optimizer, features: Tensor, targets: Tensor) -> Tensor:
+    Optimizer.zero_grad(optimizer)
+    loss = torch.nn.functional.mse_loss(nn.Module.__call__(model, features), targets)
+    loss.backward()
+    optimizer.step()
+    return loss
+
+
+def _annotates(model: nn.Module, optimizer: Optimizer, features: Tensor, targets: Tensor) -> Tensor:
+    def clear(given: Optimizer) -> None:
+        given.zero_grad()
+
+    clear(optimizer)
+    return mse_step(model, optimizer, features, targets)
+
+
+@pytest.mark.parametrize("step", [_asks, _calls_by_class, _annotates])
+def test_classes_of_torch_by_name(step: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    twins = Twins(small_world(), step)
+    twins.steps(4, X, Y)
+    assert twins.num_captures == 1
+    cleared: list[int] = []
+    original = Optimizer.zero_grad
+
+    def zero_grad(self: Optimizer, set_to_none: bool = True) -> None:
+        cleared.append(1)
+        original(self, set_to_none)
+
+    monkeypatch.setattr(Optimizer, "zero_grad", zero_grad)
+    twins.steps(2, X, Y)
+    assert twins.num_captures == 2

@@ -151,7 +151,7 @@ class Recorder:
         """The trace is over: note what really stands at pinned places."""
         for place in self._pinned:
             assert place.parent is not None
-            place.value = take(place.parent.key, place.step, place.key)
+            place.value = take(place.parent.value, place.step, place.key)
             place.kind = type(place.value)
         for root in self.roots:
             if isinstance(root.key, Optimizer):
