@@ -11,7 +11,7 @@ import contextlib
 import functools
 import inspect
 from collections.abc import Callable, Generator, Iterable, Sequence
-from typing import Any
+from typing import Any, cast
 from unittest import mock
 
 import sympy
@@ -177,6 +177,12 @@ def storage_key(tensor: torch.Tensor) -> int:
 def to_functional(tensor: torch.Tensor) -> torch.Tensor:
     """Wrap for functionalisation: in-place ops on the result are recorded as new values."""
     return FunctionalTensor.to_functional(tensor)
+
+
+def take_data(tensor: torch.Tensor, value: torch.Tensor) -> None:
+    """`tensor.data = value` of two functional tensors: from now on they are in one memory."""
+    cast(Any, tensor).elem = cast(Any, value).elem
+    torch._functionalize_unsafe_set(tensor, value)  # pyright: ignore[reportAttributeAccessIssue]
 
 
 INTERNAL_ATTRIBUTES = frozenset(["elem", "_is_param"])

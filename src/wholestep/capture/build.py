@@ -96,8 +96,13 @@ def _set_output(graph: fx.Graph, session: Session, collected: Collected) -> None
 
 
 def _drop_unused(graph: fx.Graph, lifted: dict[str, Lifted]) -> None:
+    """Inputs that nobody reads, unless the step leaves another value in their place."""
+    [output] = [node for node in graph.nodes if node.op == "output"]
     for node in list(graph.nodes):
-        if node.op == "placeholder" and lifted[node.name].slot.kind in _OPTIONAL and not node.users:
+        if node.op != "placeholder" or node.users:
+            continue
+        slot = lifted[node.name].slot
+        if slot.kind in _OPTIONAL and slot.id not in output.args[0]["updates"]:
             graph.erase_node(node)
 
 

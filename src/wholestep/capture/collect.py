@@ -12,7 +12,7 @@ from wholestep.capture import binding
 from wholestep.capture.discover import Reachable
 from wholestep.capture.record.effects import Effects, find_effects
 from wholestep.capture.record.templates import Template, Templates, refuse_attributes
-from wholestep.capture.session import Lifted, Session
+from wholestep.capture.session import Lifted, Reassigned, Session
 from wholestep.errors import CaptureError
 from wholestep.graph import Slot, SlotKind
 
@@ -50,7 +50,33 @@ def collect(session: Session, found: Reachable, bindings: dict[str, binding.Bind
         if isinstance(lifted.twin, torch.Tensor) and lifted.slot.id not in rebound:
             result.updates[lifted.slot.id] = result.add(lifted.twin)
     _collect_gradients(session, result)
+    _refuse_shared_memory(session, found)
     return result
+
+
+def _refuse_shared_memory(session: Session, found: Reachable) -> None:
+    """`parameter.data = value` joins two memories; a graph has one for each of its slots."""
+    if not session.reassigned:
+        return
+    held: list[tuple[str, Any]] = [(lifted.slot.id, lifted.twin) for lifted in session.lifted.values()]
+    held += [(f"{slot_id}.grad", twin.grad) for slot_id, twin in held if isinstance(twin, torch.Tensor)]
+    for name, optimizer in found.optimizers.items():
+        held += [(f"{name}.state['{key}']", one) for state in optimizer.state.values() for key, one in state.items()]
+    for root in found.modules.values():
+        held += [(f"buffer '{name}'", buffer) for name, buffer in root.named_buffers()]
+    for moved in session.reassigned.values():
+        key = _torch.storage_key(moved.twin)
+        for name, other in held:
+            if isinstance(other, torch.Tensor) and other is not moved.twin and _torch.storage_key(other) == key:
+                raise _shared(moved, name)
+
+
+def _shared(moved: Reassigned, other: str) -> CaptureError:
+    return CaptureError(
+        f"the step sets .data of a tensor, which shares its memory with {other} afterwards",
+        location=moved.location,
+        advice="Copy the values instead: tensor.copy_(value) under torch.no_grad()",
+    )
 
 
 def _collect_outputs(session: Session, bindings: dict[str, binding.Binding], returned: Any) -> Collected:
@@ -74,7 +100,12 @@ def _collect_outputs(session: Session, bindings: dict[str, binding.Binding], ret
 
     def base_of(view: torch.Tensor) -> binding.Binding | None:
         lifted = memories.get(_torch.storage_key(view))
-        return None if lifted is None else slot_of(lifted.twin)
+        if lifted is None:
+            return None
+        moved = session.reassigned.get(id(lifted.twin))
+        if moved is not None and moved.has_moved:
+            raise _shared(moved, "what the step returns or keeps")
+        return slot_of(lifted.twin)
 
     recorder = session.recorder
     templates = Templates(recorder.place_of, slot_of, base_of, computed)

@@ -28,7 +28,7 @@ from wholestep import _autograd_torch, _recording_torch, _torch
 from wholestep._threads import only_where
 from wholestep.capture import fused, source
 from wholestep.capture.record import Number
-from wholestep.capture.session import Session
+from wholestep.capture.session import Reassigned, Session
 from wholestep.capture.trail import listening
 from wholestep.errors import CaptureError
 from wholestep.graph import Phase
@@ -100,7 +100,7 @@ class Interposer(TorchFunctionMode):
             outputs = [outputs] if isinstance(outputs, torch.Tensor) else outputs
             _autograd_torch.use_derivatives_of_eager([output.grad_fn for output in outputs])
         if func == _DATA_SET:  # each look-up makes a new wrapper object
-            return _assign_data(*args)
+            return _assign_data(self.session, *args)
         if self.session.has_symbolic_sizes and func in _NO_SYMBOLIC_KERNEL:
             return _torch.call_with_symbolic_sizes(func, args, kwargs)
         self.session.fake_mode.draws_out_of_place = func in _OUT_OF_PLACE
@@ -149,16 +149,25 @@ def _refuse_generators(args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> 
         )
 
 
-def _assign_data(tensor: torch.Tensor, value: torch.Tensor) -> None:
-    """`tensor.data = value`: the tensor keeps its memory and takes the value."""
-    if (tensor.shape, tensor.dtype) != (value.shape, value.dtype):
+def _assign_data(session: Session, tensor: torch.Tensor, value: torch.Tensor) -> None:
+    """`tensor.data = value`: from here on, whatever is written to one of them is seen in the other."""
+    if _form(tensor) != _form(value):
         raise CaptureError(
-            f"the step gives a tensor of shape {list(tensor.shape)} other data of shape {list(value.shape)} or dtype",
+            f"the step gives a tensor of shape {list(tensor.shape)} other data of shape {list(value.shape)}, or of "
+            "another dtype, device or order in memory",
             location=source.current_location(),
-            advice="Parameters must keep their shape and dtype from step to step",
+            advice="Parameters must keep their form from step to step",
         )
-    with torch.no_grad():
-        tensor.copy_(value)
+    known = session.reassigned.get(id(tensor))
+    memory = _torch.storage_key(tensor) if known is None else known.memory
+    session.reassigned[id(tensor)] = Reassigned(tensor, memory, source.current_location())
+    _torch.take_data(tensor, value)
+
+
+def _form(tensor: torch.Tensor) -> tuple[Any, ...]:
+    """What data must have in common; the stride of a dimension of size 1 says nothing."""
+    strides = tuple([stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True) if size != 1])
+    return tensor.shape, strides, tensor.dtype, tensor.device
 
 
 def _is_known(session: Session, func: Callable[..., Any], value: Any) -> bool:

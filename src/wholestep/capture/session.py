@@ -41,6 +41,20 @@ class Lifted:
     twin: Any
 
 
+@dataclass(frozen=True)
+class Reassigned:
+    """A traced tensor whose `.data` the step has exchanged, the memory it had before, and where it did so last."""
+
+    twin: torch.Tensor
+    memory: int
+    location: str | None
+
+    @property
+    def has_moved(self) -> bool:
+        """Whether it is not back in the memory it had."""
+        return _torch.storage_key(self.twin) != self.memory
+
+
 @dataclass
 class Session:
     """The books of one trace.
@@ -86,6 +100,8 @@ class Session:
     cleared_first: set[int] = field(default_factory=set)
     """Twins whose gradient was cleared before anything looked at it: what it was before the call is irrelevant."""
     read_first: set[int] = field(default_factory=set)
+    reassigned: dict[int, Reassigned] = field(default_factory=dict)
+    """Traced tensors whose `.data` the step has exchanged, by their ids."""
     _incoming_frozen: bool = False
     _clearing: bool = False
     _last_annotated: fx.Node | None = None
