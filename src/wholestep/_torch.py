@@ -26,6 +26,7 @@ from torch._dispatch.python import enable_python_dispatcher
 from torch._dynamo.source import ConstantSource
 from torch._dynamo.utils import _disable_saved_tensors_hooks_during_tracing
 from torch._guards import active_fake_mode
+from torch._higher_order_ops.effects import has_effects
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
     DynamicOutputShapeException,
@@ -183,6 +184,13 @@ def take_data(tensor: torch.Tensor, value: torch.Tensor) -> None:
     """`tensor.data = value` of two functional tensors: from now on they are in one memory."""
     cast(Any, tensor).elem = cast(Any, value).elem
     torch._functionalize_unsafe_set(tensor, value)  # pyright: ignore[reportAttributeAccessIssue]
+
+
+@functools.cache
+def has_effect(func: Any) -> bool:
+    """Whether torch keeps an operator in its order among others, because it looks at values (or prints them)."""
+    num_parameters = len(inspect.signature(has_effects).parameters)  # before 2.13 it took the arguments too
+    return bool(cast(Any, has_effects)(func, *[()] * (num_parameters - 1)))
 
 
 INTERNAL_ATTRIBUTES = frozenset(["elem", "_is_param"])

@@ -9,8 +9,10 @@ import torch
 from torch import fx
 
 from wholestep import _torch
+from wholestep.capture import source
 from wholestep.capture.questions import is_asking
 from wholestep.capture.session import Session
+from wholestep.errors import CaptureError
 from wholestep.graph import ops
 
 _MOVING = frozenset({"copy_", "fill_", "zero_", "masked_fill_", "index_fill_", "index_copy_", "scatter_", "index_put_"})
@@ -30,9 +32,21 @@ class Functional(_torch.FunctionalTensorMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
+        if _torch.has_effect(func):
+            raise CaptureError(
+                f"{_torch.packet_name(func)} looks at values while the step runs",
+                location=source.current_location(),
+                advice="Use the function that does not check: torch.linalg.inv_ex, solve_ex, cholesky_ex, lu_factor_ex",
+            )
         result = self._dispatched(func, types, args, kwargs)
         for value in result if isinstance(result, (list, tuple)) else (result,):
             if isinstance(value, _torch.FunctionalTensor):
+                if value.layout is not torch.strided:
+                    raise CaptureError(
+                        f"{_torch.packet_name(func)} makes a tensor with layout {value.layout}",
+                        location=source.current_location(),
+                        advice="Only dense (strided) tensors are traced",
+                    )
                 self._session.handed_out.add(value)
         return result
 

@@ -6,6 +6,7 @@ import inspect
 import logging
 import math
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -719,3 +720,23 @@ def replaces_a_parameter(model: SmallNet, optimizer: Optimizer, features: Tensor
 )
 def test_changes_to_python_state(step: Step, message: str) -> None:
     assert_refused(step, message, __file__)
+
+
+@pytest.mark.parametrize(
+    ("compute", "message"),
+    [
+        (torch.linalg.inv, r"_linalg_check_errors looks at values.*torch.linalg.inv_ex"),
+        (lambda square: square.to_sparse().to_dense(), "makes a tensor with layout torch.sparse_coo"),
+    ],
+)
+def test_operators_that_no_trace_can_hold(compute: Any, message: str) -> None:
+    def step(model: nn.Module, optimizer: torch.optim.Optimizer, x: torch.Tensor) -> torch.Tensor:
+        hidden = model(x)
+        loss = compute(hidden.T @ hidden + torch.eye(3)).sum()
+        loss.backward()
+        optimizer.step()
+        return loss
+
+    model = nn.Linear(4, 3)
+    with pytest.raises(CaptureError, match=rf"{Path(__file__).name}:\d+: {message}"):
+        wholestep.compile(step)(model, torch.optim.SGD(model.parameters(), lr=0.1), torch.randn(5, 4))
