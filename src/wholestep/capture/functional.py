@@ -13,7 +13,7 @@ from wholestep.capture import source
 from wholestep.capture.questions import is_asking
 from wholestep.capture.session import Session
 from wholestep.errors import CaptureError
-from wholestep.graph import ops
+from wholestep.graph import Phase, ops
 
 _MOVING = frozenset({"copy_", "fill_", "zero_", "masked_fill_", "index_fill_", "index_copy_", "scatter_", "index_put_"})
 
@@ -41,7 +41,7 @@ class Functional(_torch.FunctionalTensorMode):
         result = self._dispatched(func, types, args, kwargs)
         for value in result if isinstance(result, (list, tuple)) else (result,):
             if isinstance(value, _torch.FunctionalTensor):
-                if value.layout is not torch.strided:
+                if value.layout is not torch.strided and self._session.phase is Phase.FORWARD:
                     raise CaptureError(
                         f"{_torch.packet_name(func)} makes a tensor with layout {value.layout}",
                         location=source.current_location(),

@@ -726,7 +726,7 @@ def test_changes_to_python_state(step: Step, message: str) -> None:
     ("compute", "message"),
     [
         (torch.linalg.inv, r"_linalg_check_errors looks at values.*torch.linalg.inv_ex"),
-        (lambda square: square.to_sparse().to_dense(), "makes a tensor with layout torch.sparse_coo"),
+        (lambda square: square.to_sparse().to_dense(), "_to_sparse makes a tensor with layout torch.sparse_coo"),
     ],
 )
 def test_operators_that_no_trace_can_hold(compute: Any, message: str) -> None:
