@@ -65,10 +65,26 @@ def _refuse_shared_memory(session: Session, found: Reachable) -> None:
     for root in found.modules.values():
         held += [(f"buffer '{name}'", buffer) for name, buffer in root.named_buffers()]
     for moved in session.reassigned.values():
-        key = _torch.storage_key(moved.twin)
         for name, other in held:
-            if isinstance(other, torch.Tensor) and other is not moved.twin and _torch.storage_key(other) == key:
+            if isinstance(other, torch.Tensor) and other is not moved.twin and _overlap(other, moved.twin):
                 raise _shared(moved, name)
+
+
+def _overlap(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether two tensors have memory in common; parts of one storage need not (`vector_to_parameters`)."""
+    if _torch.storage_key(one) != _torch.storage_key(other):
+        return False
+    (start, end), (other_start, other_end) = map(_reach, (one, other))
+    return start < other_end and other_start < end
+
+
+def _reach(tensor: torch.Tensor) -> tuple[int, int]:
+    inner = getattr(tensor, "elem", tensor)  # what was given other data knows its new place only there
+    start = _torch.optimization_hint(inner.storage_offset())
+    sizes = [_torch.optimization_hint(size) for size in tensor.shape]
+    strides = [_torch.optimization_hint(stride) for stride in tensor.stride()]
+    steps = sum((size - 1) * stride for size, stride in zip(sizes, strides, strict=True))
+    return start, start + steps + 1 if all(sizes) else start
 
 
 def _shared(moved: Reassigned, other: str) -> CaptureError:

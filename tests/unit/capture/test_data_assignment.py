@@ -122,6 +122,16 @@ def sharpness_aware(model: Any, optimizer: Optimizer) -> Any:
     return loss
 
 
+def through_a_vector(model: Any, optimizer: Optimizer) -> Any:
+    vector = nn.utils.parameters_to_vector(model.parameters()).detach()
+    nn.utils.vector_to_parameters(vector + 0.01, model.parameters())
+    loss = loss_of(model)
+    loss.backward()
+    nn.utils.vector_to_parameters(vector, model.parameters())
+    finish(optimizer)
+    return loss
+
+
 class Net(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -135,6 +145,7 @@ class Net(nn.Module):
 EXACT = [
     *(swapped_and_put_back, used_afterwards, old_memory_returned, old_memory_written, a_view_of_before),
     *(a_view_of_after, behind_the_back_of_a_backward, two_exchanged, sharpness_aware),
+    through_a_vector,
 ]
 
 
@@ -171,6 +182,15 @@ def share_with_gradient(model: Any, optimizer: Optimizer) -> Any:
     return loss
 
 
+def share_a_part(model: Any, optimizer: Optimizer) -> Any:
+    vector = torch.cat([model.first.bias.data, model.other.data])
+    model.first.bias.data, model.other.data = vector[:5], vector[4:9]
+    loss = loss_of(model)
+    loss.backward()
+    finish(optimizer)
+    return loss
+
+
 def another_order(model: Any, optimizer: Optimizer) -> Any:
     model.first.weight.data = model.first.weight.data.T.contiguous().T
     loss = loss_of(model)
@@ -186,6 +206,7 @@ def another_order(model: Any, optimizer: Optimizer) -> Any:
         (share_with_state, r"shares its memory with .*state\['kept'\]"),
         (share_with_gradient, "shares its memory with"),
         (returned, "shares its memory with what the step returns"),
+        (share_a_part, "shares its memory with param.other"),
         (another_order, "order in memory"),
     ],
 )
