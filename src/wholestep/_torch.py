@@ -26,7 +26,6 @@ from torch._dispatch.python import enable_python_dispatcher
 from torch._dynamo.source import ConstantSource
 from torch._dynamo.utils import _disable_saved_tensors_hooks_during_tracing
 from torch._guards import active_fake_mode
-from torch._higher_order_ops.effects import has_effects
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
     DynamicOutputShapeException,
@@ -187,10 +186,12 @@ def take_data(tensor: torch.Tensor, value: torch.Tensor) -> None:
 
 
 @functools.cache
-def has_effect(func: Any) -> bool:
-    """Whether torch keeps an operator in its order among others, because it looks at values (or prints them)."""
-    num_parameters = len(inspect.signature(has_effects).parameters)  # before 2.13 it took the arguments too
-    return bool(cast(Any, has_effects)(func, *[()] * (num_parameters - 1)))
+def is_a_check(func: Any) -> bool:
+    """Whether an operator does nothing but look at values, and torch does not know that it must stay in a graph."""
+    if not isinstance(func, torch._ops.OpOverload) or func in _side_effectful_functions:
+        return False
+    arguments = func._schema.arguments
+    return not func._schema.returns and str(arguments[0].type) == "Tensor" and not any(map(is_written, arguments))
 
 
 INTERNAL_ATTRIBUTES = frozenset(["elem", "_is_param"])

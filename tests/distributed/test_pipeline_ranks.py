@@ -197,6 +197,7 @@ def assert_up_to_date(by_rank: list[dict[str, Tensor]], wanted: dict[str, Tensor
 # Right
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("name", ["gpt", "resnet", pytest.param("t5", marks=pytest.mark.slow)])
 def test_two_ranks_compute_what_one_process_computes(name: str) -> None:
     shared = check(name, 2)
@@ -359,6 +360,7 @@ def run_to_the_end(schedule: Schedule, trap: Trap) -> None:
     run.run(world.leaves)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("dying", [0, 1, 3])
 def test_a_rank_that_dies_is_reported_as_gone(dying: int) -> None:
     schedule = build_schedule("1f1b", 4, NUM_MICRO_BATCHES)

@@ -26,6 +26,7 @@ def run(plan: Plan) -> Twins:
     return twins
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("num_steps", [6, pytest.param(200, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_random_steps_are_eagers(family: str, num_steps: int) -> None:

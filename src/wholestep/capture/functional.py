@@ -32,11 +32,11 @@ class Functional(_torch.FunctionalTensorMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        if _torch.has_effect(func):
+        if _torch.is_a_check(func):
             raise CaptureError(
                 f"{_torch.packet_name(func)} looks at values while the step runs",
                 location=source.current_location(),
-                advice="Use the function that does not check: torch.linalg.inv_ex, solve_ex, cholesky_ex, lu_factor_ex",
+                advice="Check after the call; in torch.linalg, use inv_ex, solve_ex, cholesky_ex or lu_factor_ex",
             )
         result = self._dispatched(func, types, args, kwargs)
         for value in result if isinstance(result, (list, tuple)) else (result,):

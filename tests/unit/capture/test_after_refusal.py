@@ -195,6 +195,7 @@ def assert_as_before(world: World, call: Callable[[], Any]) -> None:
         assert differences(before, now, ("before", "after")) + replaced(after) == []
 
 
+@pytest.mark.sample(9)
 @pytest.mark.parametrize("trained", [False, True])
 @pytest.mark.parametrize("kind", USES)
 def test_everything_is_as_before(kind: str, trained: bool) -> None:

@@ -149,6 +149,7 @@ EXACT = [
 ]
 
 
+@pytest.mark.sample(10)
 @pytest.mark.parametrize("make_optimizer", [momentum, adam])
 @pytest.mark.parametrize("step", EXACT)
 def test_the_step_is_eagers(step: Callable[..., Any], make_optimizer: Any) -> None:

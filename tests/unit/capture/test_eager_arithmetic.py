@@ -43,6 +43,7 @@ def twins_of(make: Callable[[], nn.Module], **options: Any) -> Twins:
     return Twins(build, step, **options)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("options", [{}, {"memory_budget": 0.5}, {"passes": ""}], ids=["plain", "remat", "no passes"])
 def test_gru_and_its_cell(options: dict[str, Any]) -> None:
     """The gates are slices of one product, on which eager works in place; the tails of rows round otherwise."""

@@ -110,6 +110,7 @@ def assert_like_eager(name: str, dtype: torch.dtype, **options: Any) -> None:
     assert found == expected
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(("name", "dtype"), [("gpt2", torch.float32), ("llama", torch.bfloat16)])
 def test_the_ops_and_bits_of_eager(name: str, dtype: torch.dtype) -> None:
     assert_like_eager(name, dtype)

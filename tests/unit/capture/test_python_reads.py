@@ -44,6 +44,7 @@ def spellings(kind: str) -> list[str]:
 ONE_BY_ONE = ("lambda", "partial", "array", "array in an attribute", "argument array", "NumPy scalar", "lru_cache")
 
 
+@pytest.mark.sample(20)
 @pytest.mark.parametrize("name", HOLDERS)
 def test_a_number_in_any_place(name: str) -> None:
     outcome = scaled_by(HOLDERS[name], READERS[HOLDERS[name].kind][0])
@@ -55,6 +56,7 @@ def test_a_number_in_any_place(name: str) -> None:
 NEW_SPELLINGS = {reader: kind for kind in reversed(KINDS) for reader in spellings(kind)}
 
 
+@pytest.mark.sample(20)
 @pytest.mark.parametrize(("reader", "kind"), NEW_SPELLINGS.items())
 def test_a_number_in_any_spelling(reader: str, kind: str) -> None:
     """Among them those without a frame of their own: `attrgetter`, `map`, `dict.items`, `asdict`, NumPy sums."""

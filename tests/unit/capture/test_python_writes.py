@@ -167,6 +167,7 @@ WRITES: dict[str, tuple[Callable[[], Any], Write]] = {
 }
 
 
+@pytest.mark.sample(17)
 @pytest.mark.parametrize("kind", WRITES)
 def test_a_write(kind: str) -> None:
     state, write = WRITES[kind]

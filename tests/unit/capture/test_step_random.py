@@ -65,6 +65,7 @@ DRAWS: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
+@pytest.mark.sample(12)
 @pytest.mark.parametrize("name", DRAWS)
 def test_every_way_to_draw(name: str) -> None:
     def step(model: SmallNet, optimizer: Optimizer, features: Tensor, targets: Tensor) -> Any:

@@ -494,6 +494,7 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
 }
 
 
+@pytest.mark.sample(5)
 @pytest.mark.parametrize("name", MODELS)
 def test_models(name: str) -> None:
     assert_same(small_world(MODELS[name]), mse_step)

@@ -99,6 +99,7 @@ Config = collections.namedtuple("Config", "beta mode")
 cfg = Config(2.0, "a")
 """
 POINT = """
+@pytest.mark.sample(18)
 @dataclasses.dataclass
 class Point:
     a: float

@@ -29,6 +29,7 @@ def test_every_step_is_eagers(name: str, optimizer_name: str) -> None:
     step.graph.verify()
 
 
+@pytest.mark.sample(8)
 @pytest.mark.parametrize("optimizer_name", [name for name in OPTIMIZERS if name not in BRANCHES_ON_THE_STEP_COUNT])
 def test_every_optimizer_is_eagers(optimizer_name: str) -> None:
     step = assert_parity(zoo.get("mlp"), optimizer_name, steps=5)

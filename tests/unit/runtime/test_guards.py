@@ -1103,6 +1103,7 @@ OPTIONS: dict[str, tuple[Callable[[], Any], Callable[[dict[str, Any]], Any], lis
 }
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("kind", OPTIONS)
 def test_what_a_group_holds(kind: str) -> None:
     start, read, changes = OPTIONS[kind]

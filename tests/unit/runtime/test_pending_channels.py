@@ -149,6 +149,7 @@ ALIASES: dict[str, Callable[[nn.Module, Optimizer], Any]] = {
 }
 
 
+@pytest.mark.sample(5)
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 @pytest.mark.parametrize("name", ALIASES)
 def test_nothing_waits_that_others_can_see(name: str) -> None:
