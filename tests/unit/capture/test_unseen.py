@@ -99,7 +99,6 @@ Config = collections.namedtuple("Config", "beta mode")
 cfg = Config(2.0, "a")
 """
 POINT = """
-@pytest.mark.sample(18)
 @dataclasses.dataclass
 class Point:
     a: float
@@ -164,6 +163,7 @@ CASES = [
 ]  # fmt: skip
 
 
+@pytest.mark.sample(18)
 @pytest.mark.parametrize(
     "case", [pytest.param(c, id=c.name, marks=[pytest.mark.slow] if c.is_slow else []) for c in CASES]
 )
