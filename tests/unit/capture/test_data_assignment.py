@@ -24,6 +24,13 @@ def finish(optimizer: Optimizer) -> None:
     optimizer.zero_grad()
 
 
+def trained(model: Any, optimizer: Optimizer) -> Tensor:
+    loss = loss_of(model)
+    loss.backward()
+    finish(optimizer)
+    return loss
+
+
 def swapped_and_put_back(model: Any, optimizer: Optimizer) -> Any:
     saved = model.first.weight.data
     model.first.weight.data = model.first.weight.data * 2
@@ -160,10 +167,7 @@ def test_the_step_is_eagers(step: Callable[..., Any], make_optimizer: Any) -> No
 
 def share_with_another(model: Any, optimizer: Optimizer) -> Any:
     model.first.bias.data = model.other.data
-    loss = loss_of(model)
-    loss.backward()
-    finish(optimizer)
-    return loss
+    return trained(model, optimizer)
 
 
 def share_with_state(model: Any, optimizer: Optimizer) -> Any:
@@ -186,18 +190,12 @@ def share_with_gradient(model: Any, optimizer: Optimizer) -> Any:
 def share_a_part(model: Any, optimizer: Optimizer) -> Any:
     vector = torch.cat([model.first.bias.data, model.other.data])
     model.first.bias.data, model.other.data = vector[:5], vector[4:9]
-    loss = loss_of(model)
-    loss.backward()
-    finish(optimizer)
-    return loss
+    return trained(model, optimizer)
 
 
 def another_order(model: Any, optimizer: Optimizer) -> Any:
     model.first.weight.data = model.first.weight.data.T.contiguous().T
-    loss = loss_of(model)
-    loss.backward()
-    finish(optimizer)
-    return loss
+    return trained(model, optimizer)
 
 
 @pytest.mark.parametrize(

@@ -83,7 +83,7 @@ def train(optimizer: str) -> None:
 
 
 @pytest.mark.sample(1)
-@pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
+@pytest.mark.parametrize("optimizer", ["adamw", "sgd"])
 def test_python_in_the_middle_of_holding(optimizer: str) -> None:
     code = f"from tests.unit.runtime.test_pending_audit import train; train({optimizer!r})"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300, check=False)
