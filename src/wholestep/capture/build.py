@@ -9,8 +9,8 @@ from torch import fx
 
 from wholestep import _torch
 from wholestep.capture.binding import Binding, NumberOf
-from wholestep.capture.blank import is_blank
 from wholestep.capture.collect import Collected
+from wholestep.capture.overlap import first_overlap, span
 from wholestep.capture.questions import Asked
 from wholestep.capture.session import Lifted, Session
 from wholestep.errors import CaptureError
@@ -190,29 +190,13 @@ def _uses_gradients(node: fx.Node) -> bool:
     return any(source.meta.get("phase") in (Phase.BACKWARD, Phase.OPTIMIZER) for source in node.all_input_nodes)
 
 
-def _place(tensor: torch.Tensor) -> tuple[int, int]:
-    """Identity of a tensor's memory, and where in it the tensor starts, in bytes."""
-    if is_blank(tensor):
-        return _torch.storage_key(tensor), int(tensor.storage_offset()) * tensor.element_size()
-    if tensor.device.type == "meta":
-        return id(tensor), 0
-    return tensor.untyped_storage().data_ptr(), tensor.data_ptr()
-
-
 def _refuse_aliased_updates(graph: StepGraph, lifted: dict[str, Lifted]) -> None:
-    """Inputs that share memory are traced as independent values, which is wrong as soon as one of them is written."""
-    ranges: dict[int, list[tuple[int, int, Slot]]] = {}
-    for entry in lifted.values():
-        if isinstance(entry.real, torch.Tensor) and entry.real.numel() > 0:
-            tensor = entry.real
-            key, start = _place(tensor)
-            extent = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-            ranges.setdefault(key, []).append((start, start + extent * tensor.element_size(), entry.slot))
-    for spans in ranges.values():
-        for index, (start, end, slot) in enumerate(spans):
-            for other_start, other_end, other in spans[index + 1 :]:
-                if start < other_end and other_start < end and {slot.id, other.id} & graph.updates.keys():
-                    raise CaptureError(
-                        f"{slot.id} and {other.id} share memory and the step writes to one of them",
-                        advice="Clone one of the two, or register the tensor once (tied parameters are fine)",
-                    )
+    reals = [(entry.slot.id, entry.real) for entry in lifted.values() if isinstance(entry.real, torch.Tensor)]
+    spans = [found for name, real in reals if (found := span(name, real)) is not None]
+    if (pair := first_overlap(spans, graph.updates)) is not None:
+        order = [name for name, _ in reals]
+        one, other = sorted(pair, key=order.index)
+        raise CaptureError(
+            f"{one} and {other} share memory and the step writes to one of them",
+            advice="Clone one of the two, or register the tensor once (tied parameters are fine)",
+        )

@@ -55,10 +55,15 @@ def opened(value: Any) -> tuple[tuple[Any, ...], list[Any]] | None:
         return tuple(range(len(value))), list(value)
     if isinstance(value, Mapping):
         return tuple(value.keys()), list(value.values())
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+    if not isinstance(value, type) and _is_dataclass(type(value)):
         names = tuple(field.name for field in dataclasses.fields(value))
         return names, [getattr(value, name) for name in names]
     return None
+
+
+def _is_dataclass(cls: type) -> bool:
+    """Like `dataclasses.is_dataclass`, which would call a `__getattr__` of the metaclass."""
+    return any("__dataclass_fields__" in vars(base) for base in cls.__mro__)
 
 
 def map_leaves(function: Callable[[Any], Any], value: Any) -> Any:

@@ -13,9 +13,9 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from wholestep import _recording_torch, _torch
+from wholestep import _recording_torch, _torch, _waiting_torch
 from wholestep.capture import Capture, discover, tree
-from wholestep.capture.binding import Argument, FixedTensor
+from wholestep.capture.binding import Argument, AtPlace, FixedTensor
 from wholestep.capture.capture import argument_paths
 from wholestep.capture.record import Difference
 from wholestep.capture.record.places import Step, is_plain, same
@@ -25,6 +25,7 @@ from wholestep.runtime.owner_guards import (
     first_places,
     make_model_guards,
     make_owner_guards,
+    shared_memory,
     tensor_type,
     type_difference,
 )
@@ -64,6 +65,7 @@ def make_guards(capture: Capture, call: Call) -> list[Check]:
         _library_guard(),
         *make_owner_guards(capture),
         _argument_gradients_guard(capture, call),
+        _memory_guard(capture),
     ]
 
 
@@ -90,7 +92,8 @@ def _arguments_guard(capture: Capture, call: Call) -> Check:
     tensors = [isinstance(leaf, torch.Tensor) for leaf in call.leaves]
     # What the step reads of dicts and lists has been noted: names of files, that nobody reads, may change.
     is_read_as_item = [len(way) > 3 and all(step is Step.ITEM for step, _ in way[2:]) for way in ways]
-    shares_like_before = _sharing(capture, call)
+    known = {id(where.tensor) for where in capture.bindings.values() if isinstance(where, FixedTensor)}
+    places = first_places(call.leaves, known)
     batch_sizes = _BatchSizes(capture) if dynamic else None
 
     def check(now: Call) -> str | Difference | None:
@@ -117,32 +120,32 @@ def _arguments_guard(capture: Capture, call: Call) -> Check:
                 found = (found[0][1:], *found[1:])
             if found != expected[index]:
                 return f"{now.path(index)} changed: {type_difference(expected[index], found)}"
-        if not shares_like_before(now.leaves):
+        if first_places(now.leaves, known) != places:  # one tensor in two places is one slot, and `is` tells
             return "the same tensor is passed in other places than before"
         return batch_sizes.check(sizes) if batch_sizes is not None else None
 
     return check
 
 
-def _sharing(capture: Capture, call: Call) -> Callable[[list[Any]], bool]:
-    """A predicate: does each tensor stand in the places where it stood at capture?
+def _memory_guard(capture: Capture) -> Check:
+    """No tensor that comes from elsewhere at each call lies in memory of which the step writes something.
 
-    One tensor in two places is one slot, so it must stay one. Two tensors may become one if the step writes to neither.
+    At capture that is refused. A tensor that alone has its memory needs no further look.
     """
-    known = {id(where.tensor) for where in capture.bindings.values() if isinstance(where, FixedTensor)}
-    expected = first_places(call.leaves, known)
-    writes_to_arguments = any(slot_id.startswith(SlotKind.BATCH) for slot_id in capture.written)
+    moving = [where for where in capture.bindings.values() if isinstance(where, (Argument, AtPlace))]
 
-    def check(leaves: list[Any]) -> bool:
-        now = first_places(leaves, known)
-        if now == expected:
-            return True
-        if writes_to_arguments or (-1 in now and -1 not in expected):
-            return False
-        own = [index for index, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
-        return all(first in (index, actual) for index, first, actual in zip(own, expected, now, strict=True))
+    def check(now: Call) -> str | None:
+        is_alone = not any(_may_share_memory(where.read(now.leaves)) for where in moving)
+        return None if is_alone else shared_memory(capture, now.leaves)
 
     return check
+
+
+def _may_share_memory(value: Any) -> bool:
+    if not isinstance(value, torch.Tensor) or value.layout is not torch.strided:
+        return False
+    _, num_users, is_known_elsewhere = _waiting_torch.storage_users(value)
+    return num_users > 1 or is_known_elsewhere
 
 
 class _BatchSizes:

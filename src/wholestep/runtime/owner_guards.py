@@ -16,11 +16,12 @@ from torch.optim import Optimizer
 
 from wholestep import _recording_torch, _torch
 from wholestep.capture import Capture
-from wholestep.capture.binding import StateOf
+from wholestep.capture.binding import Argument, DrawnTensor, GradOfArgument, LearningRate, NumberOf, StateOf
+from wholestep.capture.overlap import Span, first_overlap, span
 from wholestep.capture.record import Difference
 from wholestep.capture.record.places import Rooted, Step, is_plain, same
 from wholestep.graph import SlotKind
-from wholestep.runtime.held import own_dict, plain_class
+from wholestep.runtime.held import is_guarded, own_dict, plain_class
 
 OwnerCheck = Callable[[object], str | Difference | None]
 
@@ -71,6 +72,24 @@ def first_places(leaves: Iterable[Any], known: set[int]) -> list[int]:
     first: dict[int, int] = {}
     tensors = [(index, id(leaf)) for index, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
     return [-1 if key in known else first.setdefault(key, index) for index, key in tensors]
+
+
+def shared_memory(capture: Capture, leaves: list[Any] | None = None) -> str | None:
+    """Two inputs that lie in the same memory, of which the step writes something; without `leaves`, no arguments."""
+    if not capture.written:
+        return None
+    spans: list[Span] = []
+    for slot_id, where in capture.bindings.items():
+        if isinstance(where, (NumberOf, DrawnTensor, LearningRate)):
+            continue
+        if leaves is None and isinstance(where, (Argument, GradOfArgument)):
+            continue
+        value = where.read(leaves or [])
+        # What is held was nobody else's when it was.
+        if isinstance(value, torch.Tensor) and not is_guarded(value) and (found := span(slot_id, value)) is not None:
+            spans.append(found)
+    pair = first_overlap(spans, capture.written)
+    return None if pair is None else f"{pair[0]} and {pair[1]} share memory, of which the step writes a part"
 
 
 class Contents:
@@ -368,6 +387,8 @@ def _rebindable_guard(capture: Capture) -> OwnerCheck:
         tensors = [value for value in values if isinstance(value, torch.Tensor)]
         if len({*map(id, tensors)}) < len(tensors):
             return "two buffers or entries of optimizer state are one tensor now"
+        if (difference := shared_memory(capture)) is not None:
+            return difference
         buffer_types.tensors, state_types.tensors = tensors[:num_buffers], tensors[num_buffers:]
         return state_types.difference()
 

@@ -297,7 +297,10 @@ class StepRunner:
 
     @property
     def _name(self) -> str:
-        return getattr(self._function, "__qualname__", repr(self._function))
+        function = self._function
+        while isinstance(function, functools.partial):
+            function = function.func
+        return getattr(function, "__qualname__", type(function).__qualname__)
 
     def _choose(self, call: Call) -> Specialization:
         """The specialisation that fits the call: the last one, another known one, or a new capture."""

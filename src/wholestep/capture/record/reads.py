@@ -53,10 +53,11 @@ def find_attribute(recorder: Recorder, owner: Any, name: str, place: Place | Non
         recorder.read_all(owner)
         return
     if _is_data_descriptor(member):
-        recorder.follow_all(member)
         if isinstance(member, MemberDescriptorType):
             recorder.read_slot(owner, name)
-        elif isinstance(member, property):
+            return
+        read_from_class(recorder, type(owner), name)
+        if isinstance(member, property):
             if not isinstance(member.fget, FunctionType):
                 recorder.called(member.fget, (owner,))
         elif not isinstance(getattr(type(member), "__get__", None), FunctionType):
@@ -67,11 +68,12 @@ def find_attribute(recorder: Recorder, owner: Any, name: str, place: Place | Non
         return
     if member is not ABSENT and hasattr(type(member), "__get__"):
         recorder.follow_operators(member)
-    if place is None:
-        recorder.follow_all(member)
-        recorder.follow_operators(owner)
-        return
     namespace = recorder.namespace_of(owner)
+    if place is None:
+        recorder.follow_operators(owner)
+        if namespace is None or name not in namespace:
+            read_from_class(recorder, type(owner), name)
+        return
     if namespace is not None and name in namespace:
         recorder.read_item(namespace, name)
     elif isinstance(owner, nn.Module) and _is_part(owner, name):
@@ -127,9 +129,12 @@ def read_from_class(recorder: Recorder, cls: type, name: str) -> None:
         if base.__flags__ & HEAP_TYPE and not _is_library(base.__module__):
             recorder.root(base)
             recorder.note(base, Step.CLASS, name, ABSENT)
-    metaclass = _class_member(type(cls), name)
-    if metaclass is not ABSENT:
-        recorder.follow_all(metaclass)
+    if type(cls) is type:
+        return
+    if _class_member(type(cls), name) is not ABSENT:
+        read_from_class(recorder, type(cls), name)
+    else:
+        recorder.follow_all(_class_member(type(cls), "__getattr__"))
 
 
 def _is_part(module: nn.Module, name: str) -> bool:
@@ -167,7 +172,7 @@ def write_attribute(recorder: Recorder, owner: Any, name: str) -> None:
         elif isinstance(member, MemberDescriptorType):
             recorder.wrote(owner, name)
         elif _is_data_descriptor(member):
-            recorder.follow_all(member)
+            read_from_class(recorder, type(owner), name)
         elif (namespace := recorder.namespace_of(owner)) is not None:
             if isinstance(setter, FunctionType) and not isinstance(owner, nn.Module):
                 recorder.about_to_change(namespace)  # it will say what it writes

@@ -129,7 +129,11 @@ def _find_place(recorder: Recorder, twin: Twin, name: str) -> None:
 
 
 def same_object(recorder: Recorder, left: Any, right: Any) -> None:
-    """`left is right`."""
+    """`left is right`. Which arguments are one tensor, or a parameter, is guarded; buffers and state are exchanged."""
+    pair = recorder.twins.of(left), recorder.twins.of(right)
+    moving = [twin for twin in pair if twin is not None and twin.kind not in (*_FIXED, SlotKind.BATCH)]
+    if moving and all(pair) and left is not right:
+        recorder.refuse(f"asks whether '{moving[0].name}' is another tensor", "Compare names, or their id()")
     for tensor, other in ((left, right), (right, left)):
         known = recorder.twins.of(tensor)
         if known is not None and known.real is other:

@@ -9,12 +9,14 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from wholestep.capture.record.places import CONTAINERS, Expectation, Step, slot_names, take
+from wholestep.capture.record.places import CONTAINERS, Expectation, Step, is_open, slot_names, take
 
 if TYPE_CHECKING:
     from wholestep.capture.record.recorder import Recorder
 
 _DEEPEST = 8
+_LOOKED_INTO = (Expectation.OPEN, Expectation.SAME)
+"""An object that is expected to be the very same one may still hold something else."""
 _OTHER_PARTS: dict[Any, tuple[str, ...]] = {
     MethodType: ("__func__", "__self__"),
     functools.partial: ("func", "args", "keywords"),
@@ -24,9 +26,7 @@ _OTHER_PARTS: dict[Any, tuple[str, ...]] = {
 def read(recorder: Recorder, owner: Any, depth: int = _DEEPEST) -> None:
     """Note the plain state of an owner and of what it holds."""
     place = recorder.place_of(owner)
-    if place is None or depth == 0 or place.expectation not in (Expectation.OPEN, Expectation.SAME):
-        return
-    if place.expectation is Expectation.SAME and not isinstance(owner, dict):
+    if place is None or depth == 0 or place.expectation not in _LOOKED_INTO or not is_open(owner):
         return
     if id(owner) in recorder.read_whole:
         return
@@ -53,7 +53,9 @@ def _parts(recorder: Recorder, owner: Any) -> Iterator[Any]:
 def keep(recorder: Recorder, owner: Any) -> None:
     """Keep what an owner and all it holds were."""
     place = recorder.place_of(owner)
-    if place is None or id(owner) in recorder.kept or place.expectation not in (Expectation.OPEN, Expectation.ARRAY):
+    if place is None or id(owner) in recorder.kept:
+        return
+    if place.expectation is not Expectation.ARRAY and (place.expectation not in _LOOKED_INTO or not is_open(owner)):
         return
     if isinstance(owner, (tuple, frozenset)):
         for part in owner:
