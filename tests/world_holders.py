@@ -250,6 +250,62 @@ defs:
     cfg@ = Cfg@(VALUE)
 change:
     cfg@.rate = VALUE
+## descriptor with a value of its own | slots | cfg@ | rate
+defs:
+    class Rate@:
+        def __init__(self, value):
+            self.value = value
+        def __get__(self, owner, kind=None):
+            return self.value
+        def __set__(self, owner, value):
+            self.value = value
+    class Cfg@:
+        rate = Rate@(VALUE)
+    cfg@ = Cfg@()
+change:
+    cfg@.rate = VALUE
+---
+    vars(Cfg@)['rate'].value = VALUE
+## class attribute of a new object | call | | Cfg@().rate
+defs:
+    class Cfg@:
+        rate = VALUE
+change:
+    Cfg@.rate = VALUE
+## attribute of a metaclass | call | | Cfg@.rate
+defs:
+    class Kind@(type):
+        rate = VALUE
+    class Cfg@(metaclass=Kind@):
+        pass
+change:
+    Kind@.rate = VALUE
+## __getattr__ of a metaclass | call | | Cfg@.rate
+defs:
+    class Kind@(type):
+        def __getattr__(cls, name):
+            return cls.table[name]
+    class Cfg@(metaclass=Kind@):
+        table = {'rate': VALUE}
+change:
+    Cfg@.table['rate'] = VALUE
+## made by a metaclass | call | | Cfg@().rate
+defs:
+    class Kind@(type):
+        made = {}
+        def __call__(cls):
+            return cls.made.setdefault('one', super().__call__())
+    class Cfg@(metaclass=Kind@):
+        rate = VALUE
+    Cfg@()
+change:
+    Cfg@().rate = VALUE
+## defaults of a function | call | | of@.__defaults__[0]
+defs:
+    def of@(rate=VALUE):
+        return rate
+change:
+    of@.__defaults__ = (VALUE,)
 ## lru_cache | call | | rate@('rate')
 defs:
     table@ = {"rate": VALUE}

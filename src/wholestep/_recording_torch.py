@@ -17,6 +17,7 @@ from typing import Any, cast
 from unittest import mock
 
 import torch
+from torch import _tensor_str
 from torch._C._dynamo import eval_frame as _eval_frame
 from torch._C._dynamo import guards as _guards
 from torch._dynamo.guards import GuardManagerType
@@ -231,6 +232,11 @@ def tensor_types(tensors: list[torch.Tensor]) -> Callable[..., bool]:
     Asked in C++. It may also say no when only a mode of torch has changed.
     """
     return _guards.TensorGuards(*tensors, dynamic_dims_sizes=None, dynamic_dims_strides=None).check
+
+
+def print_options() -> Any:
+    """How tensors are printed (`torch.set_printoptions`)."""
+    return _tensor_str.PRINT_OPTS
 
 
 def num_hooks_ever() -> int:

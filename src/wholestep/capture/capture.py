@@ -27,7 +27,7 @@ from torch.optim import Optimizer
 
 from wholestep import _recording_torch, _torch
 from wholestep._threads import one_at_a_time
-from wholestep.capture import binding, blank, build, discover, source, swap, tree
+from wholestep.capture import binding, blank, build, discover, source, swap, switches, tree
 from wholestep.capture.collect import Collected, collect
 from wholestep.capture.discover import Reachable
 from wholestep.capture.functional import Functional
@@ -318,7 +318,8 @@ def _traced_run(call: _Call, collected: list[Collected]) -> list[Any]:
         stack.callback(call.recorder.restore)
         with interposed(session, names), listening(call.recorder):
             function = choose(call.recorder, call.function, args, kwargs)
-            returned = function(*args, **kwargs)
+            with switches.left_alone():
+                returned = function(*args, **kwargs)
             session.annotate()
         result = collect(session, call.found, call.bindings, returned)
         _refuse_option_changes(call)

@@ -19,6 +19,7 @@ from wholestep.capture.binding import Argument, AtPlace, FixedTensor
 from wholestep.capture.capture import argument_paths
 from wholestep.capture.record import Difference
 from wholestep.capture.record.places import Step, is_plain, same
+from wholestep.capture.switches import GRAD_MODES, SWITCHES
 from wholestep.graph import SlotKind
 from wholestep.runtime.owner_guards import (
     Contents,
@@ -74,7 +75,7 @@ def make_forward_guards(capture: Capture) -> list[Callable[[object], str | Diffe
 
     That is what models are, and what of torch they depend on.
     """
-    return [_environment_guard(_GRAD_MODES), _library_guard(), *make_model_guards(capture)]
+    return [_environment_guard(GRAD_MODES), _library_guard(), *make_model_guards(capture)]
 
 
 def _arguments_guard(capture: Capture, call: Call) -> Check:
@@ -174,7 +175,7 @@ class _BatchSizes:
 
 def _environment_guard(left_out: Container[str] = ()) -> Callable[[object], str | None]:
     """Global switches of torch that tracing bakes into the graph."""
-    switches = {name: switch for name, switch in _SWITCHES.items() if name not in left_out}
+    switches = {name: switch for name, switch in SWITCHES.items() if name not in left_out}
     expected = [switch() for switch in switches.values()]
 
     def check(_: object) -> str | None:
@@ -187,29 +188,6 @@ def _environment_guard(left_out: Container[str] = ()) -> Callable[[object], str 
         return f"{name} changed from {old} to {new}"
 
     return check
-
-
-_GRAD_MODES = ("torch.is_grad_enabled()", "torch.is_inference_mode_enabled()")
-
-# The switches of torch that a captured graph depends on: they choose dtypes, devices, and between operators.
-_SWITCHES: dict[str, Callable[[], Any]] = {
-    "torch.get_default_dtype()": torch.get_default_dtype,
-    "torch.get_default_device()": lambda: torch.get_default_device() if _recording_torch.num_function_modes() else None,
-    "torch.is_grad_enabled()": torch.is_grad_enabled,
-    "torch.is_inference_mode_enabled()": torch.is_inference_mode_enabled,
-    "torch.is_anomaly_enabled()": torch.is_anomaly_enabled,
-    "autocast on cpu": lambda: torch.is_autocast_enabled("cpu") and torch.get_autocast_dtype("cpu"),
-    "autocast on cuda": lambda: torch.is_autocast_enabled("cuda") and torch.get_autocast_dtype("cuda"),
-    "torch.are_deterministic_algorithms_enabled()": torch.are_deterministic_algorithms_enabled,
-    "torch.get_float32_matmul_precision()": torch.get_float32_matmul_precision,
-    "torch.backends.cuda.flash_sdp_enabled()": torch.backends.cuda.flash_sdp_enabled,
-    "torch.backends.cuda.mem_efficient_sdp_enabled()": torch.backends.cuda.mem_efficient_sdp_enabled,
-    "torch.backends.cuda.math_sdp_enabled()": torch.backends.cuda.math_sdp_enabled,
-    "torch.backends.cuda.cudnn_sdp_enabled()": torch.backends.cuda.cudnn_sdp_enabled,
-    "torch.backends.mha.get_fastpath_enabled()": torch.backends.mha.get_fastpath_enabled,
-    "torch.backends.cudnn.enabled": _recording_torch.is_cudnn_enabled,
-    "torch.backends.mkldnn.enabled": _recording_torch.is_mkldnn_enabled,
-}
 
 
 def _library_guard() -> Callable[[object], str | None]:
@@ -243,16 +221,13 @@ def _argument_gradients_guard(capture: Capture, call: Call) -> Check:
     """
     bound = [capture.bindings[slot.id] for slot in capture.graph.slots_of_kind(SlotKind.BATCH)]
     own = [where.index for where in bound if isinstance(where, Argument)]
-    trainable = [index for index in own if call.leaves[index].requires_grad]
-    expected = [call.leaves[index].grad is None for index in trainable]
+    expected = [call.leaves[index].grad is None for index in own]
 
     def check(now: Call) -> str | None:
-        found = [now.leaves[index].grad is None for index in trainable]
+        found = [now.leaves[index].grad is None for index in own]
         if found == expected:
             return None
-        index, is_none = next(
-            (index, new) for index, old, new in zip(trainable, expected, found, strict=True) if old != new
-        )
+        index, is_none = next((index, new) for index, old, new in zip(own, expected, found, strict=True) if old != new)
         return f"{now.path(index)}.grad is {'None' if is_none else 'set'} before the call, unlike at capture"
 
     return check

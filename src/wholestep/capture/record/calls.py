@@ -14,6 +14,7 @@ does besides is known for those that matter:
 
 from __future__ import annotations
 
+import abc
 import builtins
 import functools
 import math
@@ -30,7 +31,7 @@ from torch import nn
 
 from wholestep import _recording_torch
 from wholestep.capture.record import containers, numbers, outside, standins, tensors
-from wholestep.capture.record.places import CONTAINERS, Step, is_plain
+from wholestep.capture.record.places import CONTAINERS, Step, is_open, is_plain
 
 if TYPE_CHECKING:
     from wholestep.capture.record.recorder import Recorder
@@ -63,8 +64,6 @@ _PURE_MODULES = frozenset(
         "_bisect",
         "_weakref",
         "_thread",
-        "sys",
-        "gc",
         "_warnings",
         "numpy",
         "torch",
@@ -88,6 +87,11 @@ _PURE_MODULES = frozenset(
     ]
 )
 _CLOCKS = ("time",)
+# What these tell about the process, or do to it, but for what a step may ask and do unseen.
+_PROCESS = {
+    "sys": frozenset(["intern", "getsizeof", "exc_info", "exception", "_getframe", "audit", "is_finalizing"]),
+    "gc": frozenset(["collect"]),
+}
 
 # What these make keeps numbers, or computes with them as Python does.
 _HOLDING = frozenset(["builtins", "itertools", "functools", "_functools", "operator", "_operator"]) | {
@@ -201,7 +205,19 @@ def _python(recorder: Recorder, function: types.FunctionType, args: tuple[Any, .
     _give(recorder, args, kwargs)
     if any(type(arg) is numbers.Number for arg in (*args, *kwargs.values())):
         return _with_numbers(recorder, function, args, kwargs)
-    return function
+    return functools.partial(_finding, recorder, function) if function.__module__ in _FINDERS else function
+
+
+# Modules of Python that are not followed, whose functions return objects that others know as well.
+_FINDERS = ("threading", "logging")
+
+
+def _finding(recorder: Recorder, function: Any, *args: Any, **kwargs: Any) -> Any:
+    """A call that returns something which was there before the step: what is read from it is noted."""
+    found = function(*args, **kwargs)
+    if is_open(found):
+        recorder.root(found)
+    return found
 
 
 _DISPATCHING: types.CodeType = getattr(functools.singledispatch(lambda: None), "__code__")  # noqa: B009
@@ -242,6 +258,9 @@ def _class(recorder: Recorder, cls: type, args: tuple[Any, ...], kwargs: dict[st
     handler = recorder.handlers.get(cls)
     if handler is not None:
         return handler(recorder, cls, args, kwargs)
+    if type(cls) is not type:  # whose metaclass may have a `__call__` of its own
+        recorder.read_attribute(cls, "__call__")
+        recorder.follow_operators(cls)
     for name in ("__new__", "__init__", "__post_init__"):
         recorder.follow_all(getattr(cls, name, None))
     recorder.follow_operators(cls)
@@ -288,6 +307,8 @@ def _object_method(recorder: Recorder, owner: Any, function: Any, args: tuple[An
     if recorder.place_of(owner) is None or isinstance(owner, np.ndarray):
         return function
     name = type(owner).__module__.split(".")[0]
+    if name == "_thread" and function.__name__ == "locked":
+        recorder.refuse("asks whether a lock is locked", "Ask outside the step")
     if name in ("torch", "_thread", "re", "_sre"):
         return function
     recorder.refuse_iterator(owner)
@@ -309,6 +330,8 @@ def _refuse_effects(recorder: Recorder, function: Any, module: types.ModuleType 
         recorder.refuse(
             f"asks the clock ({name}.{function.__name__})", "Measure time outside the step: it returns before it ran"
         )
+    if root in _PROCESS and function.__name__ in _PROCESS[root]:
+        return
     if root not in _PURE_MODULES and isinstance(function, types.BuiltinFunctionType):
         if name in ("posix", "nt") and function.__name__ in ("fspath", "getpid"):
             return
@@ -482,7 +505,11 @@ def _type(recorder: Recorder, function: Any, args: tuple[Any, ...], _kwargs: dic
 
 
 def _isinstance(recorder: Recorder, function: Any, args: tuple[Any, ...], _kwargs: dict[str, Any]) -> Any:
-    return functools.partial(standins.is_instance, recorder) if standins.is_number(args[0]) else function
+    if standins.is_number(args[0]):
+        return functools.partial(standins.is_instance, recorder)
+    if recorder.place_of(args[0]) is not None and type(args[1]) is abc.ABCMeta:  # to which classes may be added
+        return lambda *args: recorder.asked_again(function, args)
+    return function
 
 
 def _quiet(_recorder: Recorder, function: Any, _args: tuple[Any, ...], _kwargs: dict[str, Any]) -> Any:

@@ -29,6 +29,8 @@ from wholestep.capture.record.places import (
 )
 
 _EXACT = (dict, list, tuple)
+_UNSEEN = object()
+"""In place of an object among the arguments that nobody has kept: nothing is it."""
 
 
 @dataclass
@@ -49,7 +51,9 @@ class ReadGuard:
         self._type_of = type_of
         self._types = {p: type_of(p.value) for p in self._places if p.expectation is Expectation.TENSOR}
         self._objects = [place for place in self._places if place.twin is None and _is_object(place)]
-        self._now: dict[Place, Any] = {place: value_of(place.value) for place in self._places}
+        self._now: dict[Place, Any] = {
+            place: _UNSEEN if place.is_forgotten else value_of(place.value) for place in self._places
+        }
         self._fast: Callable[[Any], bool] | None = None
         self._quiet: Callable[[Any], bool] | None = None
         self._num_quiet = 0

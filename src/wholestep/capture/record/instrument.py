@@ -66,6 +66,7 @@ _GLOBALS: dict[str, tuple[str, int]] = {
     "LOAD_NAME": ("global_name", 0),
     "STORE_GLOBAL": ("set_global", 1),
     "DELETE_GLOBAL": ("delete_global", 0),
+    "IMPORT_NAME": ("imported", 0),
 }
 _CELLS: dict[str, tuple[str, int]] = {
     "LOAD_DEREF": ("cell", 0),
@@ -142,7 +143,6 @@ _INERT = frozenset(
         "LOAD_ASSERTION_ERROR",
         "WITH_EXCEPT_START",
         "LOAD_BUILD_CLASS",
-        "IMPORT_NAME",
         "CALL_INTRINSIC_1",
         "CALL_INTRINSIC_2",
         "MATCH_KEYS",

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import sys
 import threading
+import warnings
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from types import CellType
@@ -36,6 +37,7 @@ _QUIET: frozenset[type] = PLAIN_TYPES | {Number, torch.Size}
 def listening(recorder: Recorder) -> Generator[None]:
     """Let a recorder hear what followed code does."""
     _active.append(recorder)
+    recorder.warning_filters = warnings.filters
     is_followed = recorder.followers.instrumenter.is_instrumented
     try:
         with (
@@ -213,6 +215,11 @@ def _truth(recorder: Recorder, value: Any) -> None:
 def _global_name(recorder: Recorder, name: str) -> None:
     namespace = _caller_globals()
     reads.read_from_namespace(recorder, namespace, namespace.get("__name__", ""), name)
+
+
+@_hook(0)
+def _imported(recorder: Recorder, name: str) -> None:
+    reads.read_module(recorder, name)
 
 
 @_hook(0)

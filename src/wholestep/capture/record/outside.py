@@ -16,7 +16,7 @@ import sys
 import threading
 import types
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -27,7 +27,8 @@ import torch
 from wholestep import _recording_torch
 from wholestep.capture import source
 from wholestep.capture.record import numbers
-from wholestep.capture.record.places import CONTAINERS, is_plain
+from wholestep.capture.record.follow import is_followed_file
+from wholestep.capture.record.places import CONTAINERS, Step, is_plain, slot_names, take
 from wholestep.errors import CaptureError
 
 if TYPE_CHECKING:
@@ -67,12 +68,38 @@ def _is_touched(kept: Kept) -> bool:
 
 
 def has_changed(recorder: Recorder, owner: Any) -> bool:
-    """Whether the step has written to an owner, or to what it holds."""
-    parts = [owner, recorder.namespace_of(owner) if recorder.place_of(owner) is not None else None]
-    if any(part is not None and id(part) in recorder.kept and _is_touched(recorder.kept[id(part)]) for part in parts):
-        return True
-    items = owner.values() if isinstance(owner, dict) else owner if isinstance(owner, CONTAINERS) else ()
-    return any(has_changed(recorder, item) for item in items if not is_plain(item))
+    """Whether the step has written to an owner, to what it holds, or to what it may read when it is shown."""
+    seen: set[int] = set()
+    pending = [owner]
+    while pending:
+        part = pending.pop()
+        if id(part) in seen or is_plain(part) or isinstance(part, (torch.Tensor, torch.nn.Module, types.ModuleType)):
+            continue
+        seen.add(id(part))
+        if id(part) in recorder.kept and _is_touched(recorder.kept[id(part)]):
+            return True
+        pending += _read_when_shown(recorder, part)
+    return False
+
+
+def _read_when_shown(recorder: Recorder, part: Any) -> Iterator[Any]:
+    if isinstance(part, CONTAINERS):
+        yield from part.values() if isinstance(part, dict) else part
+    elif isinstance(part, types.CellType):
+        yield take(part, Step.CELL, None)
+    elif recorder.place_of(part) is not None and (namespace := recorder.namespace_of(part)) is not None:
+        yield namespace
+    for name in slot_names(type(part)):
+        yield take(part, Step.ATTRIBUTE, name)
+    for base in type(part).__mro__:
+        for name in ("__str__", "__repr__", "__format__"):
+            shown = vars(base).get(name)
+            if isinstance(shown, types.FunctionType) and is_followed_file(shown.__code__.co_filename):
+                yield from shown.__closure__ or ()
+                known = shown.__globals__
+                if id(known) in recorder.kept and recorder.kept[id(known)].keys & {*shown.__code__.co_names}:
+                    yield known
+                yield from (known[name] for name in shown.__code__.co_names if name in known)
 
 
 # Draws
@@ -222,16 +249,21 @@ def _log(recorder: Recorder, method: Any, args: tuple[Any, ...], kwargs: dict[st
     if method.__func__.__module__ != logging.__name__:
         recorder.follow(method.__func__)
         return method
-    if name in ("isEnabledFor", "getEffectiveLevel", "hasHandlers", "getChild"):
+    if name in ("isEnabledFor", "getEffectiveLevel", "hasHandlers"):
+        return lambda *args: recorder.asked_again(method, args)
+    if name == "getChild":
         return method
+    if kwargs.get("exc_info") or kwargs.get("stack_info") or name == "exception":
+        recorder.refuse(f"logs where it is ({name}() with exc_info or stack_info)", "Log it outside the step")
     if name not in levels and name != "log":
         recorder.refuse(f"calls {name}() of a logger", "Call it outside the step")
     location = source.current_location() or "unknown:0"
+    function = recorder.calling_frame().f_code.co_name
     logger: logging.Logger = method.__self__
 
     def keep(*args: Any, **kwargs: Any) -> None:
         level, *rest = args if name == "log" else (levels[name], *args)
-        said = functools.partial(_log_again, logger, location)
+        said = functools.partial(_log_again, logger, location, function)
         said_args = (level, *rest)
         recorder.outputs.append(Output(said, said_args, kwargs, _as_it_is((said_args, kwargs))))
 
@@ -244,7 +276,9 @@ def _say_once(recorder: Recorder, method: Any, *args: Any, **kwargs: Any) -> Any
         return method(*map(numbers.settled, args), **{name: numbers.settled(value) for name, value in kwargs.items()})
 
 
-def _log_again(logger: logging.Logger, location: str, level: int, message: Any, *args: Any, **kwargs: Any) -> None:
+def _log_again(
+    logger: logging.Logger, location: str, function: str, level: int, message: Any, *args: Any, **kwargs: Any
+) -> None:
     """A log record as it came from the user's line."""
     while isinstance(logger, logging.LoggerAdapter):
         message, kwargs = logger.process(message, kwargs)  # pyright: ignore[reportAssignmentType]
@@ -252,7 +286,7 @@ def _log_again(logger: logging.Logger, location: str, level: int, message: Any, 
     if logger.isEnabledFor(level):
         filename, _, line = location.rpartition(":")
         record = logger.makeRecord(
-            logger.name, level, filename, int(line), message, args, None, extra=kwargs.get("extra")
+            logger.name, level, filename, int(line), message, args, None, function, kwargs.get("extra")
         )
         logger.handle(record)
 
@@ -263,6 +297,10 @@ def _warn(recorder: Recorder, function: Any, args: tuple[Any, ...], kwargs: dict
         names = frame.f_globals
         kind = type(message) if isinstance(message, Warning) else category or UserWarning
         about = (message, kind, frame.f_code.co_filename, frame.f_lineno, names.get("__name__"))
+        if warnings.filters is not recorder.warning_filters:
+            if _is_ignored(str(message), kind, names.get("__name__") or "", frame.f_lineno):
+                return
+            recorder.refuse("warns under filters that it has set itself", "Set filters outside the step")
         recorder.outputs.append(Output(functools.partial(_warn_again, names), about, {}))
 
     return keep
@@ -273,6 +311,23 @@ def _frame_above(stacklevel: int) -> types.FrameType:
     for _ in range(stacklevel - 1):
         frame = frame.f_back or frame
     return frame
+
+
+def _is_ignored(text: str, kind: type[Warning], module: str, line: int) -> bool:
+    """Whether the filters of the moment let nobody see a warning."""
+    for action, message, category, of_module, of_line in warnings.filters:
+        if (
+            (message is None or _matches(message, text))
+            and issubclass(kind, category)
+            and (of_module is None or _matches(of_module, module))
+            and of_line in (0, line)
+        ):
+            return action == "ignore"
+    return False
+
+
+def _matches(pattern: Any, text: str) -> bool:
+    return pattern == text if isinstance(pattern, str) else pattern.match(text) is not None
 
 
 def _warn_again(names: dict[str, Any], *about: Any) -> None:

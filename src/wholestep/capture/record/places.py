@@ -128,6 +128,8 @@ class Place:
     """Whether the step writes to what was found."""
     is_given: bool = False
     """Whether it is a container among the arguments, of which the trace has a copy."""
+    is_forgotten: bool = False
+    """Whether `value` was let go of."""
     kind: type = field(init=False)
     """The type of what was found."""
 
@@ -144,7 +146,7 @@ class Place:
     def forget_objects(self) -> None:
         """Let go of objects here and further on: those of one call's arguments, some of them the trace's own."""
         if self.expectation is Expectation.OPEN or self.is_given:
-            self.value = None
+            self.value, self.is_forgotten = None, True
         for child in self.children.values():
             child.forget_objects()
 

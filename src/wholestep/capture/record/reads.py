@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from wholestep.capture.record import standins, tensors
+from wholestep.capture.record.follow import is_followed_file
 from wholestep.capture.record.places import ABSENT, CONTAINERS, HEAP_TYPE, Place, Step, has_hidden_state, take
 
 if TYPE_CHECKING:
@@ -43,6 +44,9 @@ _NAMED_PART: type = type(vars(functools._CacheInfo)["hits"])  # pyright: ignore[
 """How a named tuple's parts are found by name."""
 
 
+_OF_FUNCTIONS = ("__defaults__", "__kwdefaults__", "__name__", "__qualname__", "__module__", "__doc__")
+
+
 def find_attribute(recorder: Recorder, owner: Any, name: str, place: Place | None) -> None:
     """An attribute of an object, as `object.__getattribute__` finds it."""
     if name == "__dict__":
@@ -60,6 +64,10 @@ def find_attribute(recorder: Recorder, owner: Any, name: str, place: Place | Non
         if isinstance(member, property):
             if not isinstance(member.fget, FunctionType):
                 recorder.called(member.fget, (owner,))
+            elif not is_followed_file(member.fget.__code__.co_filename):
+                recorder.read_deep(owner)
+        elif isinstance(owner, FunctionType) and name in _OF_FUNCTIONS:
+            recorder.note(owner, Step.ATTRIBUTE, name, take(owner, Step.ATTRIBUTE, name))
         elif not isinstance(getattr(type(member), "__get__", None), FunctionType):
             # Of C: a part of a container, or something about an object that only C knows.
             if isinstance(owner, CONTAINERS):
@@ -107,6 +115,13 @@ def read_from_namespace(recorder: Recorder, namespace: dict[str, Any], label: st
         return
     recorder.root(namespace, label)
     recorder.read_item(namespace, name)
+
+
+def read_module(recorder: Recorder, name: str) -> None:
+    """`import name` of a module that has been imported before."""
+    if name in sys.modules and not _is_library(name):
+        recorder.root(sys.modules, "sys.modules")
+        recorder.read_item(sys.modules, name)
 
 
 @functools.cache
@@ -203,7 +218,15 @@ def read_subscript(recorder: Recorder, owner: Any, key: Any) -> None:
     elif isinstance(owner, np.ndarray):
         recorder.expect_content(owner)
     else:
+        if not _is_followed(owner, "__getitem__"):
+            recorder.read_deep(owner)
         refuse_hidden_state(recorder, owner)
+
+
+def _is_followed(owner: Any, name: str) -> bool:
+    """Whether what Python calls for an operator tells what it does; `os.environ` has code that nobody can follow."""
+    member = _class_member(type(owner), name)
+    return isinstance(member, FunctionType) and is_followed_file(member.__code__.co_filename)
 
 
 def write_item(recorder: Recorder, owner: Any, operation: str, *args: Any) -> None:
@@ -222,6 +245,9 @@ def write_item(recorder: Recorder, owner: Any, operation: str, *args: Any) -> No
         recorder.about_to_change(owner)
     else:
         refuse_hidden_state(recorder, owner)
+        is_outside = recorder.place_of(owner) is not None and not isinstance(owner, torch.Tensor)
+        if is_outside and not _is_followed(owner, operation):
+            recorder.refuse(f"writes to a {type(owner).__name__}, which cannot be followed", "Write outside the step")
 
 
 def read_through(recorder: Recorder, owner: Any) -> None:

@@ -16,7 +16,7 @@ import sys
 import threading
 from collections.abc import Callable, Generator, Iterable
 from contextvars import ContextVar
-from types import CellType, FunctionType, MethodType, SimpleNamespace
+from types import CellType, FrameType, FunctionType, MethodType, SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -109,6 +109,8 @@ class Recorder:
         """Owners of which everything was noted (`whole`)."""
         self.num_deeds = 0
         """How often the step has written or drawn something until now."""
+        self.warning_filters: Any = None
+        """The filters of warnings as they were before the step; `catch_warnings` puts others in their place."""
         self.own_generators: dict[int, Any] = {}
         """Generators of random numbers that the step has made itself."""
 
@@ -367,10 +369,21 @@ class Recorder:
 
     def root_globals(self) -> None:
         """`globals()` is called by followed code."""
-        frame = sys._getframe(1)  # pyright: ignore[reportPrivateUsage]
+        self.root(self.calling_frame().f_globals)
+
+    def calling_frame(self) -> FrameType:
+        """Where followed code is just now."""
+        frame: FrameType = sys._getframe(1)  # pyright: ignore[reportPrivateUsage]
         while not self.followers.instrumenter.is_instrumented(frame.f_code) and frame.f_back is not None:
             frame = frame.f_back
-        self.root(frame.f_globals)
+        return frame
+
+    def asked_again(self, function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+        """What a function says that looks at the process: it is asked at each call, and expected to say the same."""
+        result = function(*args)
+        self.root(function)
+        self.note(function, Step.CALL, (args, ()), result)
+        return result
 
     def identify(self, owner: Any) -> None:
         """Something depends on which object this is, not only on what it holds."""
@@ -486,8 +499,12 @@ class Recorder:
             args, kwargs = tuple(map(settled, args)), {name: settled(value) for name, value in kwargs.items()}
             if function.cache_info().currsize == 0:
                 self._caches[id(function)] = function
-            with self.deaf(), _recording_torch.untraced():
+            self.follow_all(function.__wrapped__)
+            deeds = self.num_deeds, len(self.outputs)
+            with _recording_torch.untraced():
                 result = function(*args, **kwargs)
+            if deeds != (self.num_deeds, len(self.outputs)):
+                self.refuse("fills a cache with a function that also writes or prints", "Call it outside the step")
             self.root(function)
             self.note(function, Step.CALL, (args, tuple(kwargs.items())), result)
             if any(_torch.is_traced(value) for value in _torch.tree_leaves(result)):

@@ -23,6 +23,8 @@ if TYPE_CHECKING:
 
 _FIXED = (SlotKind.PARAM, SlotKind.CONSTANT)
 """What is the same tensor at every call."""
+_OF_MEMORY = frozenset(["_base", "_version", "storage_offset", "is_shared", "is_inference", "is_neg", "is_conj"])
+"""What tensors tell about where they lie and who else does, which may be otherwise at the next call."""
 
 
 @dataclass
@@ -70,6 +72,8 @@ def read_attribute(recorder: Recorder, tensor: torch.Tensor, name: str) -> None:
     """`tensor.name`: torch's own attributes are the graph's business, others are read from the user's tensor."""
     if name in ("__dict__", "__class__") and _torch.is_traced(tensor):
         recorder.refuse(f"reads {name} of a tensor", "Use getattr(), isinstance() or type()")
+    if name in _OF_MEMORY and recorder.twins.of(tensor) is not None:
+        recorder.refuse(f"reads {name} of a tensor from outside", "Read it outside the step, and pass what it says")
     namespace = None if _is_torchs(tensor, name) else _namespace(recorder, tensor, name)
     if namespace is not None:
         recorder.read_item(namespace, name)

@@ -14,7 +14,7 @@ from wholestep.capture.record.places import CONTAINERS, Expectation, Step, is_op
 if TYPE_CHECKING:
     from wholestep.capture.record.recorder import Recorder
 
-_DEEPEST = 8
+_MOST_OWNERS = 20_000
 _LOOKED_INTO = (Expectation.OPEN, Expectation.SAME)
 """An object that is expected to be the very same one may still hold something else."""
 _OTHER_PARTS: dict[Any, tuple[str, ...]] = {
@@ -23,16 +23,24 @@ _OTHER_PARTS: dict[Any, tuple[str, ...]] = {
 }
 
 
-def read(recorder: Recorder, owner: Any, depth: int = _DEEPEST) -> None:
-    """Note the plain state of an owner and of what it holds."""
-    place = recorder.place_of(owner)
-    if place is None or depth == 0 or place.expectation not in _LOOKED_INTO or not is_open(owner):
-        return
-    if id(owner) in recorder.read_whole:
-        return
-    recorder.read_whole.add(id(owner))
-    for part in list(_parts(recorder, owner)):
-        read(recorder, part, depth - 1)
+def read(recorder: Recorder, owner: Any) -> None:
+    """Note the plain state of an owner and of what it holds, however deep."""
+    pending = [owner]
+    while pending:
+        part = pending.pop()
+        place = recorder.place_of(part)
+        if place is None or place.expectation not in _LOOKED_INTO or not is_open(part):
+            continue
+        if id(part) in recorder.read_whole:
+            continue
+        recorder.read_whole.add(id(part))
+        if len(recorder.read_whole) > _MOST_OWNERS:
+            recorder.refuse(
+                f"hands a {type(owner).__name__} that leads to more than {_MOST_OWNERS} objects to code that cannot be "
+                "followed",
+                "Hand over only what is needed",
+            )
+        pending += _parts(recorder, part)
 
 
 def _parts(recorder: Recorder, owner: Any) -> Iterator[Any]:
