@@ -17,7 +17,7 @@ export PYRIGHT_PYTHON_IGNORE_WARNINGS := 1
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup demo test test-slow test-pipeline test-browser test-root lint format bench bench-parallel bench-pipeline bench-simulate bench-soak gpu clean
+.PHONY: help setup demo test test-slow test-pipeline test-browser test-root lint format bench bench-parallel bench-pipeline bench-simulate bench-soak bench-guards gpu clean
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-14s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -77,6 +77,9 @@ bench-pipeline: setup ## Measure pipelines against torch's and against the ideal
 
 bench-soak: setup ## Train 2,000 steps with everything on beside eager, and watch memory
 	@$(BIN)/python -m benchmarks.soak $(ARGS)
+
+bench-guards: setup ## Measure what the guards of a step cost at each call
+	@$(BIN)/python -m benchmarks.guards $(ARGS)
 
 bench-simulate: setup ## Hold the simulator against steps over slow links (root on Linux)
 	@$(BIN)/python -m benchmarks.simulate $(ARGS)

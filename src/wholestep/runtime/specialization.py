@@ -49,7 +49,8 @@ class Specialization:
         self.num_runs = 0
         self.leaf_types = {i: tensor_type(leaf) for i, leaf in enumerate(call.leaves) if isinstance(leaf, torch.Tensor)}
         self._install_initial_state()
-        self._guards: list[Check] = [*make_guards(capture, call), *question_guards(capture)]
+        self._guards: list[Check] = make_guards(capture, call)
+        self._questions = question_guards(capture)
         self._reads = ReadGuard(list(capture.recording.roots), found_type)
 
     @property
@@ -61,16 +62,25 @@ class Specialization:
 
         The numbers of the call are computed then, and whatever the step draws from Python has been drawn.
         """
+        difference = self.check_without_values(call)
+        if difference is not None:
+            return difference
+        with _waiting_torch.past_traps():
+            for question in self._questions:
+                difference = question(call)
+                if difference is not None:
+                    return Difference(str(difference))
+        self.capture.recording.current.call = call
+        return self.compute_numbers(call)
+
+    def check_without_values(self, call: Call) -> Difference | None:
+        """The same, but for what the step looks at in tensors, and the numbers."""
         with _waiting_torch.past_traps():  # to look at a tensor's type is not to look at its value
             for guard in self._guards:
                 difference = guard(call)
                 if difference is not None:
                     return difference if isinstance(difference, Difference) else Difference(difference)
-            difference = self._reads.check(call)
-        if difference is not None:
-            return difference
-        self.capture.recording.current.call = call
-        return self.compute_numbers(call)
+            return self._reads.check(call)
 
     def begin(self, call: Call) -> Difference | None:
         """What `check` does besides checking, for the call that the step was captured with."""
