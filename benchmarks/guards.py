@@ -3,8 +3,8 @@
     python -m benchmarks.guards [--quick] [--layers N] [--json FILE]
 
 Hot: the same question asked again and again, the least of several rounds. In a training loop: asked before each step,
-whose work has emptied the caches meanwhile; the median. Guards that look at values of the batch run a graph of their own,
-and have a column of their own. The peer is the step that the guards belong to.
+whose work has emptied the caches meanwhile; the median. Guards that look at values of the batch run a graph of their
+own, and come in a second row. The peer is the step that the guards belong to.
 """
 
 from __future__ import annotations

@@ -11,8 +11,8 @@ import functools
 import gc
 import sys
 import weakref
-from collections.abc import Callable, Generator
-from types import CodeType
+from collections.abc import Callable, Generator, Iterable
+from types import CodeType, GetSetDescriptorType
 from typing import Any, cast
 from unittest import mock
 
@@ -150,9 +150,15 @@ def _leave_alone(code: CodeType) -> bool:
     return True
 
 
-# The properties of `torch.backends` that say so, without their detour.
+# What functions and properties of torch and `torch.backends` say, without their detours.
 is_cudnn_enabled: Callable[[], bool] = torch._C._get_cudnn_enabled
 is_mkldnn_enabled: Callable[[], bool] = torch._C._get_mkldnn_enabled
+is_flash_sdp_enabled: Callable[[], bool] = torch._C._get_flash_sdp_enabled
+is_mem_efficient_sdp_enabled: Callable[[], bool] = torch._C._get_mem_efficient_sdp_enabled
+is_math_sdp_enabled: Callable[[], bool] = torch._C._get_math_sdp_enabled
+is_cudnn_sdp_enabled: Callable[[], bool] = torch._C._get_cudnn_sdp_enabled
+is_deterministic: Callable[[], bool] = torch._C._get_deterministic_algorithms
+float32_matmul_precision: Callable[[], str] = torch._C._get_float32_matmul_precision
 # Default devices are such modes.
 num_function_modes: Callable[[], int] = torch._C._len_torch_function_stack
 
@@ -174,8 +180,10 @@ class _Held(list[Any]):
     """A list that torch can refer to weakly."""
 
 
-def unwritten(dicts: list[dict[Any, Any]]) -> Callable[[], bool] | None:
+def unwritten(dicts: list[dict[Any, Any]], objects: Iterable[Any] = ()) -> Callable[[], bool] | None:
     """A check of whether nobody writes to any of some dicts from now on, asked in C++; None if torch has none.
+
+    Nor may objects get another class, or another dict of attributes if they `have_plain_namespace`.
 
     Torch keeps the versions of all dicts below a node that is "tag safe" in one row, and compares that: two
     nanoseconds for each dict. Once that has failed, it asks one dict after the other. To make a check takes as long as
@@ -184,18 +192,43 @@ def unwritten(dicts: list[dict[Any, Any]]) -> Callable[[], bool] | None:
     if not _NOTICES_ALL:
         return None
     held = _Held({id(one): one for one in dicts}.values())
+    watched = [held, *objects]
     root = _guards.RootGuardManager()
     try:
-        row = root.list_getitem_manager(0, "", held, GuardManagerType.GUARD_MANAGER)
+        row = _item(root, watched, 0)
         for index, one in enumerate(held):
-            item = row.list_getitem_manager(index, "", one, GuardManagerType.GUARD_MANAGER)
+            item = _item(row, held, index)
             item.add_dict_version_guard(one, [], None)
             item.mark_tag_safe()
         row.mark_tag_safe()
         row.mark_tag_safe_root()
+        for index in range(1, len(watched)):
+            _watch_object(_item(root, watched, index), watched[index])
     except (TypeError, AttributeError):  # in case a version of torch asks for them otherwise
         return None
-    return functools.partial(root.check, [held])
+    return functools.partial(root.check, watched)
+
+
+def _item(manager: Any, owner: list[Any], index: int) -> Any:
+    return manager.list_getitem_manager(index, "", owner[index], GuardManagerType.GUARD_MANAGER)
+
+
+def _watch_object(manager: Any, one: Any) -> None:
+    manager.add_type_match_guard(id(type(one)), [], None)
+    if has_plain_namespace(one):
+        namespace = manager.get_generic_dict_manager("", vars(one), GuardManagerType.GUARD_MANAGER)
+        namespace.add_id_match_guard(id(vars(one)), [], None)
+
+
+def has_plain_namespace(one: Any) -> bool:
+    """Whether `one.__dict__` is the dict that Python itself keeps its attributes in, whatever its class may say."""
+    kind = type(one)
+    if not kind.__dictoffset__ or kind.__getattribute__ is not object.__getattribute__:
+        return False
+    return all(isinstance(vars(base).get("__dict__", _A_NAMESPACE), GetSetDescriptorType) for base in kind.__mro__)
+
+
+_A_NAMESPACE = vars(torch.nn.Module)["__dict__"]
 
 
 def tensor_hooks(tensor: torch.Tensor) -> list[Callable[..., Any]]:

@@ -454,8 +454,12 @@ def own_buffers(module: torch.nn.Module) -> dict[str, torch.Tensor | None]:
 
 
 def mark_stepped(optimizer: Optimizer) -> None:
-    """Tell learning rate schedulers that the optimizer has stepped; they warn of a wrong order otherwise."""
-    optimizer._opt_called = True  # pyright: ignore[reportAttributeAccessIssue]
+    """Tell learning rate schedulers that the optimizer has stepped; they warn of a wrong order otherwise.
+
+    Once is enough: guards have to look again at whatever has been written to.
+    """
+    if vars(optimizer).get("_opt_called") is not True:
+        optimizer._opt_called = True  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def init_optimizer_group(optimizer: Optimizer, group: dict[str, Any]) -> None:

@@ -5,6 +5,7 @@ Checks run on every call, so they compare prepared tuples and leave the search f
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Container
 from dataclasses import dataclass
 from typing import Any
@@ -176,10 +177,11 @@ class _BatchSizes:
 def _environment_guard(left_out: Container[str] = ()) -> Callable[[object], str | None]:
     """Global switches of torch that tracing bakes into the graph."""
     switches = {name: switch for name, switch in SWITCHES.items() if name not in left_out}
-    expected = [switch() for switch in switches.values()]
+    questions = [*switches.values()]
+    expected = [*map(operator.call, questions)]
 
     def check(_: object) -> str | None:
-        now = [switch() for switch in switches.values()]
+        now = [*map(operator.call, questions)]
         if now == expected:
             return None
         name, old, new = next(

@@ -7,6 +7,7 @@ compares as they expect. What passes there is what the expression asks for from 
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -15,7 +16,7 @@ from typing import Any
 import torch
 
 from wholestep import _recording_torch
-from wholestep._recording_torch import class_namespace, dict_version, tensor_types, unwritten
+from wholestep._recording_torch import class_namespace, dict_version, has_plain_namespace, tensor_types, unwritten
 from wholestep.capture.record.numbers import value_of
 from wholestep.capture.record.places import (
     ARGUMENTS,
@@ -73,7 +74,8 @@ class ReadGuard:
     def check(self, call: Any) -> Difference | None:
         """None if the call fits."""
         if self._fast is None:
-            self._fast = self._generated([term for place in self._places for term in self._terms_of(place)])
+            terms = [term for place in self._places for term in self._terms_of(place)]
+            self._fast = self._generated(["[*map(type, objects)] == classes", "have_types(*tensors)", *terms])
         try:
             if self._quiet is not None and self._quiet(call):
                 return None
@@ -152,7 +154,6 @@ class ReadGuard:
     # The generated expression
 
     def _generated(self, terms: list[str]) -> Callable[[Any], bool]:
-        terms = ["[*map(type, objects)] == classes", "have_types(*tensors)", *terms]
         lines = ["def check(call):"]
         lines += [f"    if not ({' and '.join(chunk)}): return False" for chunk in _chunks(terms)]
         self._rename()
@@ -160,14 +161,25 @@ class ReadGuard:
         return self._names["check"]
 
     def _generated_for_quiet_calls(self) -> Callable[[Any], bool] | None:
-        """A check for as long as nobody writes to any of the dicts, of which one question in C++ is asked."""
+        """A check for as long as nobody writes to any of the dicts, of which one question in C++ is asked.
+
+        The question is also whether objects have the classes and the dicts that they had.
+        """
         split = [(self._name(place), *self._split(place)) for place in self._places]
-        unwritten_now = unwritten([self._names[f"in_{name}"] for name, by_version, _ in split if by_version])
+        dicts = [self._names[f"in_{name}"] for name, by_version, _ in split if by_version]
+        unwritten_now = unwritten(dicts, self._names["objects"])
         if unwritten_now is None:
             return None
-        check = self._generated(["unwritten_now()", *(term for _, _, others in split for term in others)])
+        asked = {f"{self._name(place)}.__dict__ is" for place in self._places if self._is_watched(place)}
+        others = [term for _, _, terms in split for term in terms if term.rsplit(" ", 1)[0] not in asked]
+        check = self._generated(["unwritten_now()", "have_types(*tensors)", *others])
         self._names["unwritten_now"] = unwritten_now
         return check
+
+    def _is_watched(self, owner: Place) -> bool:
+        """Whether the dict of an owner is that of one of the objects asked of in C++."""
+        value = self._now[owner]
+        return not owner.is_given and _has_changeable_class(value) and has_plain_namespace(value)
 
     def _terms_of(self, owner: Place) -> Iterator[str]:
         """What to ask of an owner; of a dict, or of the dict of a class, only after somebody has written to it."""
@@ -215,7 +227,7 @@ class ReadGuard:
         elif step is Step.TRUTH:
             yield f"bool(len({owner})) is {value}"
         else:
-            yield f"same(tuple({owner}), {value})"
+            yield f"(len({owner}) == len({value}) and all(map(is_, {owner}, {value})) or same(tuple({owner}), {value}))"
 
     def _test(self, get: str, owner: str, key: str, value: str, expected: Expectation) -> Iterator[str]:
         if expected is Expectation.ABSENT:
@@ -262,6 +274,7 @@ class ReadGuard:
             "ITEM": Step.ITEM,
             "CALL": Step.CALL,
             "CELL": Step.CELL,
+            "is_": operator.is_,
             "same": same,
             "equal_arrays": equal_arrays,
             "version": dict_version,
