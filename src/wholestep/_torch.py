@@ -454,10 +454,7 @@ def own_buffers(module: torch.nn.Module) -> dict[str, torch.Tensor | None]:
 
 
 def mark_stepped(optimizer: Optimizer) -> None:
-    """Tell learning rate schedulers that the optimizer has stepped; they warn of a wrong order otherwise.
-
-    Once is enough: guards have to look again at whatever has been written to.
-    """
+    """Tell learning rate schedulers, which warn of a wrong order, that the optimizer has stepped: once, as guards see it."""
     if vars(optimizer).get("_opt_called") is not True:
         optimizer._opt_called = True  # pyright: ignore[reportAttributeAccessIssue]
 
