@@ -454,7 +454,7 @@ def own_buffers(module: torch.nn.Module) -> dict[str, torch.Tensor | None]:
 
 
 def mark_stepped(optimizer: Optimizer) -> None:
-    """Tell learning rate schedulers, which warn of a wrong order, that the optimizer has stepped: once, as guards see it."""
+    """Tell learning rate schedulers that the optimizer has stepped (or they warn); once, as guards notice writes."""
     if vars(optimizer).get("_opt_called") is not True:
         optimizer._opt_called = True  # pyright: ignore[reportAttributeAccessIssue]
 
