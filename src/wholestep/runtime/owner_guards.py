@@ -21,7 +21,7 @@ from wholestep.capture.overlap import Span, first_overlap, span
 from wholestep.capture.record import Difference
 from wholestep.capture.record.places import Rooted, Step, is_plain, same
 from wholestep.graph import SlotKind
-from wholestep.runtime.held import is_guarded, own_dict, plain_class
+from wholestep.runtime.held import behind, own_dict, plain_class
 
 OwnerCheck = Callable[[object], str | Difference | None]
 
@@ -79,14 +79,15 @@ def shared_memory(capture: Capture, leaves: list[Any] | None = None) -> str | No
     if not capture.written:
         return None
     spans: list[Span] = []
-    for slot_id, where in capture.bindings.items():
+    for slot_id in [slot.id for slot in capture.graph.slots.values()]:
+        where = capture.bindings[slot_id]
         if isinstance(where, (NumberOf, DrawnTensor, LearningRate)):
             continue
         if leaves is None and isinstance(where, (Argument, GradOfArgument)):
             continue
         value = where.read(leaves or [])
-        # What is held was nobody else's when it was.
-        if isinstance(value, torch.Tensor) and not is_guarded(value) and (found := span(slot_id, value)) is not None:
+        real = behind(value) if isinstance(value, torch.Tensor) else None
+        if real is not None and (found := span(slot_id, real)) is not None:
             spans.append(found)
     pair = first_overlap(spans, capture.written)
     return None if pair is None else f"{pair[0]} and {pair[1]} share memory, of which the step writes a part"

@@ -118,6 +118,9 @@ def test_arrays_that_share_memory_at_a_later_call_are_refused() -> None:
 
 def test_buffers_that_come_to_share_memory_are_refused() -> None:
     class Counting(nn.Module):
+        seen: Tensor
+        weights: Tensor
+
         def __init__(self) -> None:
             super().__init__()
             self.layer = nn.Linear(X.shape[1], 1)

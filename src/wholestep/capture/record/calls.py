@@ -31,6 +31,7 @@ from torch import nn
 
 from wholestep import _recording_torch
 from wholestep.capture.record import containers, numbers, outside, standins, tensors
+from wholestep.capture.record.caches import cached_call
 from wholestep.capture.record.places import CONTAINERS, Step, is_open, is_plain
 
 if TYPE_CHECKING:
@@ -146,7 +147,7 @@ def choose(recorder: Recorder, function: Any, args: tuple[Any, ...], kwargs: dic
         _GETTERS[kind](recorder, function, args)
         return function
     if kind is functools._lru_cache_wrapper:  # pyright: ignore[reportPrivateUsage]
-        return recorder.cached_call(function)
+        return cached_call(recorder, function)
     if isinstance(function, weakref.ref):
         recorder.note(function, Step.CALL, ((), ()), function())
         return function
@@ -242,7 +243,7 @@ def _method(recorder: Recorder, method: types.MethodType, args: tuple[Any, ...],
     if handler is not None:
         return handler(recorder, method, args, kwargs)
     if type(function) is functools._lru_cache_wrapper:  # pyright: ignore[reportPrivateUsage]
-        return functools.partial(recorder.cached_call(function), method.__self__)
+        return functools.partial(cached_call(recorder, function), method.__self__)
     if isinstance(function, types.FunctionType) and recorder.follow(function):
         recorder.read_defaults(function)
         return method

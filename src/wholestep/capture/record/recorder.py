@@ -24,7 +24,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from wholestep import _recording_torch, _torch
+from wholestep import _torch
 from wholestep.capture import source
 from wholestep.capture.record import outside, participants, reads, whole
 from wholestep.capture.record.calls import BUILTINS, choose, told
@@ -103,7 +103,7 @@ class Recorder:
         """Tensors made of such arrays: the name of the array, and how they are made."""
         self.twins = Twins()
         self._rates: dict[int, tuple[Any, tuple[Any, ...], type]] = {}
-        self._caches: dict[int, Any] = {}
+        self.filled_caches: dict[int, Any] = {}
         """Caches of functions that were empty before the trace."""
         self.read_whole: set[int] = set()
         """Owners of which everything was noted (`whole`)."""
@@ -488,31 +488,6 @@ class Recorder:
                 for hook in hooks.values():
                     self.add_hook(hook)
 
-    def cached_call(self, function: Any) -> Callable[..., Any]:
-        """A function with a cache: what it holds is computed for real, as it will be found there after the step."""
-
-        def call(*args: Any, **kwargs: Any) -> Any:
-            leaves = [leaf for leaf in (*args, *kwargs.values()) if isinstance(leaf, torch.Tensor)]
-            if leaves:
-                self.follow_all(function.__wrapped__)
-                return function.__wrapped__(*args, **kwargs)
-            args, kwargs = tuple(map(settled, args)), {name: settled(value) for name, value in kwargs.items()}
-            if function.cache_info().currsize == 0:
-                self._caches[id(function)] = function
-            self.follow_all(function.__wrapped__)
-            deeds = self.num_deeds, len(self.outputs)
-            with _recording_torch.untraced():
-                result = function(*args, **kwargs)
-            if deeds != (self.num_deeds, len(self.outputs)):
-                self.refuse("fills a cache with a function that also writes or prints", "Call it outside the step")
-            self.root(function)
-            self.note(function, Step.CALL, (args, tuple(kwargs.items())), result)
-            if any(_torch.is_traced(value) for value in _torch.tree_leaves(result)):
-                self.refuse("fills a cache with what it computes from the model", "Call the cached function outside")
-            return result
-
-        return call
-
     @contextlib.contextmanager
     def deaf(self) -> Generator[None]:
         """Ignore what followed code does inside."""
@@ -561,7 +536,7 @@ class Recorder:
             kept.restore()
         for put_back in self._generators.values():
             put_back()
-        for function in self._caches.values():
+        for function in self.filled_caches.values():
             function.cache_clear()
 
     # Code
