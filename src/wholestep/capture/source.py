@@ -13,17 +13,24 @@ VALUE_ADVICE = (
     "or use torch.where / torch.clamp instead of Python branches"
 )
 
-_WHOLESTEP_ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+_WHOLESTEP_ROOT = os.path.dirname(os.path.realpath(os.path.dirname(__file__)))
 _ZOO_ROOT = os.path.join(_WHOLESTEP_ROOT, "zoo")
 _is_user_file: dict[str, bool] = {}
+
+
+def path_of(filename: str) -> str:
+    """A file in its real directory: environments may be linked as a whole, or file by file to a store."""
+    directory, name = os.path.split(filename)
+    return os.path.join(os.path.realpath(directory), name)
 
 
 def is_user_file(filename: str) -> bool:
     """Whether a file is the user's: not torch, not Wholestep (whose zoo counts as user code), not generated."""
     known = _is_user_file.get(filename)
     if known is None:
-        ours = filename.startswith(_WHOLESTEP_ROOT + os.sep) and not filename.startswith(_ZOO_ROOT + os.sep)
-        torchs = filename.startswith(_torch.TORCH_ROOT + os.sep)
+        path = path_of(filename)
+        ours = path.startswith(_WHOLESTEP_ROOT + os.sep) and not path.startswith(_ZOO_ROOT + os.sep)
+        torchs = path.startswith(_torch.TORCH_ROOT + os.sep)
         known = not (ours or torchs or filename.startswith("<") or f"{os.sep}contextlib.py" in filename)
         _is_user_file[filename] = known
     return known

@@ -7,9 +7,14 @@ Each world is a few lines of definitions, lines for one place of a train step, a
 from __future__ import annotations
 
 import dataclasses
+import os
+import subprocess
+import sys
 import textwrap
+from pathlib import Path
 
 import pytest
+import torch
 from tests.worlds import HEAD, IMPORTS, LIBRARY, LIBRARY_HEAD, Program, run
 
 import wholestep
@@ -217,3 +222,35 @@ def arguments(call, size):
     outcome = run(Program(LIBRARY_HEAD, "\n".join([IMPORTS, head, step]), (("", 2),) * 4), wholestep.compile)
     assert not outcome.refused
     assert outcome.captures == 1
+
+
+STEP_IN_A_FILE = """
+import torch
+from torch import nn
+
+import wholestep
+
+
+def step(model, optimizer, features):
+    loss = model(features).square().mean()
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    return loss
+
+
+model = nn.Linear(3, 3)
+optimizer = torch.optim.AdamW(model.parameters())
+assert "linked" in torch.__file__ and "linked" in wholestep.__file__
+wholestep.compile(step)(model, optimizer, torch.ones(2, 3))
+"""
+
+
+def test_environments_may_be_linked(tmp_path: Path) -> None:
+    """Files of torch are told from the user's by where they are, however they were found."""
+    roots = [os.path.dirname(os.path.dirname(str(module.__file__))) for module in (torch, wholestep)]
+    for number, root in enumerate(roots):
+        (tmp_path / f"linked{number}").symlink_to(root)
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(str(tmp_path / f"linked{n}") for n in range(len(roots)))}
+    (tmp_path / "train.py").write_text(STEP_IN_A_FILE, encoding="utf-8")
+    subprocess.run([sys.executable, str(tmp_path / "train.py")], env=environment, check=True)

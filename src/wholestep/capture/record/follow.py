@@ -49,7 +49,7 @@ _STDLIB_LEFT_OUT = tuple(
     )
 )
 _LIBRARIES = tuple(os.path.realpath(library.__path__[0]) + os.sep for library in (np, sympy))
-_WHOLESTEP = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+_WHOLESTEP = os.path.dirname(os.path.dirname(os.path.realpath(os.path.dirname(__file__))))
 _is_followed: dict[str, bool] = {}
 _HEAP_TYPE = 1 << 9
 
@@ -63,7 +63,7 @@ def is_followed_file(filename: str) -> bool:
 
 
 def _decide(filename: str) -> bool:
-    path = os.path.realpath(filename)
+    path = source.path_of(filename)
     if path.startswith(_torch.TORCH_ROOT + os.sep):
         return path.startswith(_TORCH_FOLLOWED) and not path.startswith(_TORCH_LEFT_OUT)
     if path.startswith(_WHOLESTEP + os.sep):

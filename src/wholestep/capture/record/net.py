@@ -24,6 +24,7 @@ from types import CodeType, FrameType, FunctionType
 from typing import Any
 
 from wholestep import _recording_torch, _torch
+from wholestep.capture import source
 from wholestep.capture.record.follow import is_followed_file
 
 _STDLIB = os.path.realpath(sysconfig.get_path("stdlib")) + os.sep
@@ -89,7 +90,7 @@ def _calls_for_itself(filename: str) -> bool:
 @functools.cache
 def _is_anybodys(filename: str) -> bool:
     """Whether a file's functions must be seen: not Python's own nor torch's, which call them for their own ends."""
-    path = os.path.realpath(filename)
+    path = source.path_of(filename)
     if not is_followed_file(filename) or path.startswith(_torch.TORCH_ROOT + os.sep):
         return False
     for root in _INSTALLED:
