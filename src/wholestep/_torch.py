@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
-import os
 from collections.abc import Callable, Generator, Iterable, Sequence
 from typing import Any, cast
 from unittest import mock
@@ -73,8 +72,6 @@ __all__ = [
 
 # Raised by fake tensors and symbolic shapes when Python asks for a value that only exists at run time.
 DATA_DEPENDENT_ERRORS = (DataDependentOutputException, DynamicOutputShapeException, GuardOnDataDependentSymNode)
-
-TORCH_ROOT = os.path.realpath(torch.__path__[0])
 
 # What torch.optim calls with fused=True, and the functional operator that takes the learning rate as a tensor.
 FUSED_OPTIMIZERS: dict[Callable[..., Any], Any] = {

@@ -6,12 +6,14 @@ import inspect
 import os
 from types import FrameType, TracebackType
 
-from wholestep import _torch
+import torch
 
 VALUE_ADVICE = (
     "A captured step cannot look at values while it runs: return the tensor and read it after the call, "
     "or use torch.where / torch.clamp instead of Python branches"
 )
+
+TORCH_ROOT = os.path.realpath(torch.__path__[0])
 
 _WHOLESTEP_ROOT = os.path.dirname(os.path.realpath(os.path.dirname(__file__)))
 _ZOO_ROOT = os.path.join(_WHOLESTEP_ROOT, "zoo")
@@ -30,7 +32,7 @@ def is_user_file(filename: str) -> bool:
     if known is None:
         path = path_of(filename)
         ours = path.startswith(_WHOLESTEP_ROOT + os.sep) and not path.startswith(_ZOO_ROOT + os.sep)
-        torchs = path.startswith(_torch.TORCH_ROOT + os.sep)
+        torchs = path.startswith(TORCH_ROOT + os.sep)
         known = not (ours or torchs or filename.startswith("<") or f"{os.sep}contextlib.py" in filename)
         _is_user_file[filename] = known
     return known

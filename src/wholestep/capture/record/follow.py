@@ -12,16 +12,15 @@ from typing import Any
 import numpy as np
 import sympy
 
-from wholestep import _torch
 from wholestep.capture import source
 from wholestep.capture.record.instrument import Instrumenter, UnknownInstruction
 from wholestep.errors import CaptureError
 
 _STDLIB = os.path.realpath(sysconfig.get_path("stdlib"))
 # Torch's own layers and optimizers read options like anybody's; the rest of torch works on tensors.
-_TORCH_FOLLOWED = tuple(os.path.join(_torch.TORCH_ROOT, *parts) + os.sep for parts in (("nn", "modules"), ("optim",)))
+_TORCH_FOLLOWED = tuple(os.path.join(source.TORCH_ROOT, *parts) + os.sep for parts in (("nn", "modules"), ("optim",)))
 _TORCH_LEFT_OUT = tuple(
-    os.path.join(_torch.TORCH_ROOT, *parts)
+    os.path.join(source.TORCH_ROOT, *parts)
     for parts in (("nn", "modules", "module.py"), ("nn", "modules", "lazy.py"), ("optim", "optimizer.py"))
 )
 # What these do besides reading is done again at each call (output, draws), or is about Python itself.
@@ -64,7 +63,7 @@ def is_followed_file(filename: str) -> bool:
 
 def _decide(filename: str) -> bool:
     path = source.path_of(filename)
-    if path.startswith(_torch.TORCH_ROOT + os.sep):
+    if path.startswith(source.TORCH_ROOT + os.sep):
         return path.startswith(_TORCH_FOLLOWED) and not path.startswith(_TORCH_LEFT_OUT)
     if path.startswith(_WHOLESTEP + os.sep):
         return source.is_user_file(filename)

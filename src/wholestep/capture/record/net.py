@@ -23,7 +23,7 @@ from collections.abc import Callable, Generator, Iterator
 from types import CodeType, FrameType, FunctionType
 from typing import Any
 
-from wholestep import _recording_torch, _torch
+from wholestep import _recording_torch
 from wholestep.capture import source
 from wholestep.capture.record.follow import is_followed_file
 
@@ -91,7 +91,7 @@ def _calls_for_itself(filename: str) -> bool:
 def _is_anybodys(filename: str) -> bool:
     """Whether a file's functions must be seen: not Python's own nor torch's, which call them for their own ends."""
     path = source.path_of(filename)
-    if not is_followed_file(filename) or path.startswith(_torch.TORCH_ROOT + os.sep):
+    if not is_followed_file(filename) or path.startswith(source.TORCH_ROOT + os.sep):
         return False
     for root in _INSTALLED:
         if path.startswith(root):
