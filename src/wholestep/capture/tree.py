@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 from collections.abc import Callable, Iterable, Mapping, MutableMapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -22,9 +22,8 @@ class Leaf:
 LEAF = Leaf()
 
 
-@dataclasses.dataclass(frozen=True)
-class Branch:
-    """A container: its type, its keys and what its children look like."""
+class Branch(NamedTuple):
+    """A container: its type, its keys and what its children look like. Made and compared at each call of a step."""
 
     type: type
     keys: tuple[Any, ...]

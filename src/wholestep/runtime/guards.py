@@ -103,6 +103,8 @@ def _arguments_guard(capture: Capture, call: Call) -> Check:
             return "the structure of the arguments changed (other keys, lengths or container types)"
         sizes: set[int] = set()
         for index, leaf in enumerate(now.leaves):
+            if leaf is expected[index]:
+                continue
             if isinstance(leaf, torch.Tensor) is not tensors[index]:
                 return f"{now.path(index)} was a tensor before and is none now, or the other way round"
             if not tensors[index]:
