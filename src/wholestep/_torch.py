@@ -414,28 +414,6 @@ def transparent_checkpoints(
         yield
 
 
-@contextlib.contextmanager
-def symbolic_min_max(optimizer: Optimizer) -> Generator[None]:
-    """Let `min` and `max` in the optimizer's module take symbolic numbers (Adafactor clips its rates with them)."""
-
-    def reduce_pair(builtin: Callable[..., Any], symbolic: Callable[[Any, Any], Any]) -> Callable[..., Any]:
-        def call(*args: Any, **kwargs: Any) -> Any:
-            is_symbolic = len(args) == 2 and any(isinstance(arg, (torch.SymFloat, torch.SymInt)) for arg in args)
-            return symbolic(*args) if is_symbolic else builtin(*args, **kwargs)
-
-        return call
-
-    namespace: dict[str, Any] = getattr(inspect.unwrap(type(optimizer).step), "__globals__", {})
-    names = {"min": reduce_pair(min, torch.sym_min), "max": reduce_pair(max, torch.sym_max)}
-    names = {name: function for name, function in names.items() if name not in namespace}
-    namespace.update(names)
-    try:
-        yield
-    finally:
-        for name in names:
-            del namespace[name]
-
-
 def own_parameters(module: torch.nn.Module) -> dict[str, torch.nn.Parameter | None]:
     """The dict that holds a module's own parameters; exchanging entries is how twins get in without a trace."""
     return module._parameters

@@ -340,7 +340,6 @@ def _optimizer_hooks(session: Session, stack: contextlib.ExitStack) -> list[Any]
         scope = contextlib.ExitStack()
         scope.enter_context(session.in_phase(Phase.OPTIMIZER))
         scope.enter_context(_torch.compiling_flag(False))
-        scope.enter_context(_torch.symbolic_min_max(optimizer))
         scopes.append(scope)
         return None if closure is None else ((optimizer, _as_forward(session, optimizer, closure)), {})
 

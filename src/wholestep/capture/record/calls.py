@@ -466,6 +466,18 @@ _GETTERS: dict[type, Callable[..., None]] = {
 }
 
 
+def _pick(symbolic: Callable[[Any, Any], Any]) -> Handler:
+    """`min(a, b)` and `max(a, b)` of symbols, which Python's own would ask for their values (rates are clipped so)."""
+
+    def handler(recorder: Recorder, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if len(args) == 2 and any(type(arg) is torch.SymFloat for arg in args) and standins.are_numbers(args):
+            return functools.partial(_with_symbols, recorder, symbolic)
+        _give(recorder, args, kwargs)
+        return function
+
+    return handler
+
+
 def _vars(recorder: Recorder, function: Any, args: tuple[Any, ...], _kwargs: dict[str, Any]) -> Any:
     if args and isinstance(args[0], torch.Tensor):
         recorder.read_attribute(args[0], "__dict__")
@@ -549,6 +561,8 @@ BUILTINS: dict[Any, Handler] = {
     object.__setattr__: _setattr,
     object.__getattribute__: _find,
     len: _len,
+    min: _pick(torch.sym_min),
+    max: _pick(torch.sym_max),
     vars: _vars,
     globals: _globals,
     next: _next,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -20,6 +21,11 @@ _KINDS: dict[type, type] = {torch.SymInt: int, torch.SymFloat: float, torch.SymB
 def is_number(value: Any) -> bool:
     """Whether a value stands in for a number of Python."""
     return type(value) is Number or type(value) in _KINDS
+
+
+def are_numbers(values: Iterable[Any]) -> bool:
+    """Whether values are numbers of Python or stand in for one."""
+    return all(is_number(value) or type(value) in (int, float) for value in values)
 
 
 def is_stand_in(value: Any) -> bool:
