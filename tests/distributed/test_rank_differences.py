@@ -172,7 +172,7 @@ DIFFERENCES: dict[str, tuple[Setup, Setup, list[str]]] = {
     "another norm to clip to": (Setup(), Setup(max_norm=2.0), ["clipping", "1.0", "2.0"]),
     "no clipping": (Setup(), Setup(clips=False), ["clipping"]),
     "another order, where it matters": (Setup(), Setup(order=("second", "first")), ["clipping and updates"]),
-    "another schedule of the rate": (Setup(), Setup(decay=0.5), ["['lr']", "0.05"]),
+    "another schedule of the rate": (Setup(), Setup(decay=0.5), ["lr", "0.05"]),
     "other passes": (Setup(), Setup(options=(("passes", "cse,dce,reinplace"),)), ["passes"]),
     "checks on one rank": (Setup(), Setup(options=(("verify", 1),)), ["verify"]),
 }

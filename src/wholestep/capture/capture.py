@@ -48,6 +48,7 @@ from wholestep.capture.record import (
     participants,
 )
 from wholestep.capture.record.calls import choose
+from wholestep.capture.record.numbers import Number
 from wholestep.capture.record.places import ARGUMENTS, Rooted, Step
 from wholestep.capture.session import Session
 from wholestep.capture.trail import Trail
@@ -89,6 +90,10 @@ class Capture:
     is_blank: bool = False
 
 
+class _AsksBefore(BaseException):
+    """The step branches on a value: it is traced again, with rates and numbers in optimizers' state known before."""
+
+
 @dataclass
 class _Call:
     """One capture in progress."""
@@ -104,13 +109,17 @@ class _Call:
     handed_out: HandedOut
     unseen: frozenset[FunctionType] = frozenset()
     """Functions that would run unseen if they were not followed from the start."""
+    asks_before: bool = False
+    """Whether Python computes with learning rates, and with what optimizers make of their state, before each call."""
     session: Session = field(init=False)
     recorder: Recorder = field(init=False)
     bindings: dict[str, binding.Binding] = field(default_factory=dict)
     states: dict[str, State] = field(default_factory=dict)
     parameter_names: dict[int, str] = field(default_factory=dict)
-    options: dict[str, list[Any]] = field(default_factory=dict)
+    flags: dict[str, list[Any]] = field(default_factory=dict)
     lent_groups: dict[int, list[torch.Tensor]] = field(default_factory=dict)
+    rates: list[Number] = field(default_factory=list[Number])
+    """Learning rates that Python computes with."""
 
     def __post_init__(self) -> None:
         is_imagined = any(map(blank.is_blank, _tensors(self.found, self.args, self.kwargs)))
@@ -120,7 +129,9 @@ class _Call:
             has_symbolic_sizes=bool(self.dynamic_leaves),
             zero_gradients=self.zero_gradients,
             optimizers={id(optimizer) for optimizer in self.found.optimizers.values()},
-            questions=Questions(is_answering=self.answers and not is_imagined),
+            questions=Questions(
+                is_answering=self.answers and not is_imagined, of_state=self.asks_before and not is_imagined
+            ),
         )
         self.recorder = self.session.recorder = Recorder(self.numbers)
 
@@ -130,6 +141,7 @@ class _Call:
         found: Reachable | None = None,
         numbers: NumberPaths | None = None,
         unseen: Iterable[FunctionType] = (),
+        asks_before: bool = False,
     ) -> _Call:
         """The same capture from its start, with more that is known."""
         return _Call(
@@ -140,6 +152,7 @@ class _Call:
             self.answers,
             self.handed_out,
             self.unseen.union(unseen),
+            self.asks_before or asks_before,
         )
 
 
@@ -214,7 +227,7 @@ def _trace(call: _Call) -> tuple[_Call, fx.GraphModule, Collected]:
     """Trace one call; whatever the step raises becomes a `CaptureError`."""
     function, found = call.function, call.found
     call.states = {name: {**initial_state(opt), **opt.state} for name, opt in found.optimizers.items()}
-    call.options = {name: _options(opt) for name, opt in found.optimizers.items()}
+    call.flags = {name: _flags(opt) for name, opt in found.optimizers.items()}
     collected: list[Collected] = []
     try:
         module = _torch.trace(
@@ -226,6 +239,8 @@ def _trace(call: _Call) -> tuple[_Call, fx.GraphModule, Collected]:
         location = source.raising_line(error) or discover.location_of(function)
         raise CaptureError(error.message, location=location, advice=error.advice) from error
     except _torch.DATA_DEPENDENT_ERRORS as error:
+        if not call.asks_before:
+            raise _AsksBefore from error
         asking = f"{type(call.session.optimizer).__name__}.step()" if call.session.optimizer else "the step"
         raise CaptureError(
             f"{asking} depends on a value that is only known when it runs ({_first_line(error)})",
@@ -257,6 +272,8 @@ def _trace_until_complete(call: _Call) -> tuple[_Call, fx.GraphModule, Collected
             call = call.again(found=discover.with_module(call.found, missed.module))
         except Unsymbolic as error:
             call = call.again(numbers=tuple(path for path in call.numbers if path not in error.paths))
+        except _AsksBefore:
+            call = call.again(asks_before=True)
         except Unseen as error:
             functions = frozenset(error.functions())
             if not functions or any(known.__code__ is error.code for known in call.unseen):
@@ -321,8 +338,8 @@ def _traced_run(call: _Call, collected: list[Collected]) -> list[Any]:
             with switches.left_alone():
                 returned = function(*args, **kwargs)
             session.annotate()
-        result = collect(session, call.found, call.bindings, returned)
         _refuse_option_changes(call)
+        result = collect(session, call.found, call.bindings, returned)
         collected.append(result)
         return result.values
 
@@ -440,16 +457,24 @@ def _lent_optimizer(call: _Call, name: str, optimizer: Optimizer) -> contextlib.
 
     def lift_state(parameter: torch.Tensor, key: str, value: Any) -> Any:
         slot = Slot(SlotKind.STATE, call.parameter_names[id(parameter)], f"{name}.{key}" if several else key)
-        if isinstance(value, torch.Tensor) or type(value) in (int, float):
+        if isinstance(value, torch.Tensor):
             return _lift(call, value, slot, binding.StateOf(optimizer, parameter, key))
-        return value
+        if type(value) not in (int, float):
+            return value
+        path = ((Step.ATTRIBUTE, "state"), (Step.ITEM, parameter), (Step.ITEM, key))
+        number = call.recorder.ledger.steady_leaf(value, (Rooted(optimizer), *path))
+        call.session.state_numbers[id(optimizer), id(twin_of(parameter)), key] = number
+        return number
 
     def lift_rate(group: int, value: Any) -> Any:
         slot = Slot(SlotKind.LR, f"{name}.{group}" if several else str(group))
         if isinstance(value, torch.Tensor):
             return _lift(call, value, slot, binding.LearningRate(optimizer, group))
-        symbol = _lift(call, float(value), slot, binding.LearningRate(optimizer, group))
         path = (Rooted(optimizer), (Step.ATTRIBUTE, "param_groups"), (Step.ITEM, group), (Step.ITEM, "lr"))
+        if call.asks_before and type(value) in (int, float):
+            call.rates.append(call.recorder.ledger.steady_leaf(value, path))
+            return call.rates[-1]
+        symbol = _lift(call, float(value), slot, binding.LearningRate(optimizer, group))
         call.recorder.add_rate(symbol, path, type(value))
         return symbol
 
@@ -460,24 +485,23 @@ def _lent_optimizer(call: _Call, name: str, optimizer: Optimizer) -> contextlib.
     return swap.lent_optimizer(optimizer, call.states[name], twin_of, lift_state, lift_rate, call.lent_groups, wrappers)
 
 
-def _options(optimizer: Optimizer) -> list[Any]:
-    """Everything of an optimizer that is neither a tensor slot nor a learning rate."""
-    own = {key: value for key, value in vars(optimizer).items() if not key.startswith("_")}
-    fixed = [value for key, value in own.items() if key not in ("state", "param_groups")]
-    groups = [{k: v for k, v in group.items() if k not in ("params", "lr")} for group in optimizer.param_groups]
-    return [discover.fingerprint(value) for value in (*fixed, groups)]
+def _flags(optimizer: Optimizer) -> list[Any]:
+    """What the step must leave alone of an optimizer: the number of its groups, and the flags of torch's own."""
+    own = vars(optimizer) if type(optimizer).__module__.startswith("torch.optim") else {}
+    flags = [value for key, value in own.items() if not participants.is_managed_item(key)]
+    return [len(optimizer.param_groups), *map(discover.fingerprint, flags)]
 
 
 def _refuse_option_changes(call: _Call) -> None:
-    """Options, counts and rates that the step itself sets would be frozen at their captured value."""
-    twins = {id(lifted.twin) for lifted in call.session.lifted.values()}
+    """Rates and flags that the step itself sets would be frozen at their captured value."""
+    twins = {id(lifted.twin) for lifted in call.session.lifted.values()} | {id(rate) for rate in call.rates}
     for name, optimizer in call.found.optimizers.items():
         rates = [group["lr"] for group in optimizer.param_groups if "lr" in group]
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
-        if _options(optimizer) != call.options[name] or any(id(value) not in twins for value in [*rates, *parameters]):
+        if _flags(optimizer) != call.flags[name] or any(id(value) not in twins for value in [*rates, *parameters]):
             raise CaptureError(
-                f"the step changes an option, count or learning rate of {name} ({type(optimizer).__name__})",
-                advice="A captured step does not run Python again: change optimizer options outside of it",
+                f"the step changes a learning rate, a flag or the parameters of {name} ({type(optimizer).__name__})",
+                advice="Change them outside of the step: a new rate is an input and costs no recompile",
             )
     for lifted in call.session.lifted.values():
         if isinstance(lifted.real, torch.Tensor) and lifted.twin.requires_grad is not lifted.real.requires_grad:
@@ -513,9 +537,14 @@ def _accumulating(call: _Call, indifferent: tuple[torch.Tensor, ...]) -> frozens
 
 
 def _state_to_install(call: _Call) -> list[tuple[Optimizer, torch.Tensor, dict[str, Any]]]:
-    """Fresh optimizer state of the parameters that the step really updates."""
+    """Fresh optimizer state of the parameters that the step really updates; empty where it only asks for some."""
     session = call.session
-    return [
+    empty = [
+        (optimizer, parameter, dict[str, Any]())
+        for optimizer, parameter in session.empty_states
+        if parameter not in optimizer.state
+    ]
+    return empty + [
         (optimizer, parameter, entries)
         for name, optimizer in call.found.optimizers.items()
         for parameter, entries in call.states[name].items()

@@ -11,6 +11,8 @@ from wholestep import _torch
 from wholestep.capture import binding
 from wholestep.capture.discover import Reachable
 from wholestep.capture.record.effects import Effects, find_effects
+from wholestep.capture.record.numbers import Number
+from wholestep.capture.record.places import ABSENT
 from wholestep.capture.record.templates import Template, Templates, refuse_attributes
 from wholestep.capture.session import Lifted, Reassigned, Session
 from wholestep.errors import CaptureError
@@ -188,12 +190,15 @@ def _collect_state(
     owners = {id(lifted.twin): lifted for lifted in session.parameters}
     for name, optimizer in found.optimizers.items():
         present = {(id(optimizer), id(twin), key) for twin, entries in optimizer.state.items() for key in entries}
-        if any(key[0] == id(optimizer) and key not in present for key in slots):
+        if any(key[0] == id(optimizer) and key not in present for key in (*slots, *session.state_numbers)):
             raise CaptureError(f"the step removes state of {name}", advice="Reset optimizer state outside the step")
         for twin, entries in optimizer.state.items():
+            if not entries and id(twin) in owners:
+                session.empty_states.append((optimizer, owners[id(twin)].real))
             for key, value in entries.items():
                 known = slots.get((id(optimizer), id(twin), key))
-                if known is not None and value is known.twin:
+                is_as_before = known is not None and value is known.twin
+                if is_as_before or value is session.state_numbers.get((id(optimizer), id(twin), key), ABSENT):
                     continue
                 if known is not None and isinstance(value, torch.Tensor) and _type_of(value) == _type_of(known.twin):
                     rebound.add(known.slot.id)
@@ -203,7 +208,7 @@ def _collect_state(
                 slot_key = f"{name}.{key}" if len(found.optimizers) > 1 else key
                 slot = known.slot if known is not None else Slot(SlotKind.STATE, owner.slot.name, slot_key)
                 bindings.setdefault(slot.id, binding.StateOf(optimizer, owner.real, key))
-                _add_result(result, slot, value)
+                _add_result(result, slot, session.symbol(value) if type(value) is Number else value)
 
 
 def _collect_gradients(session: Session, result: Collected) -> None:

@@ -81,6 +81,8 @@ class Interposer(TorchFunctionMode):
         kwargs = cast(dict[str, Any], self._with_twins(kwargs or {}))
         if func == _GRAD_GET:
             session.note_grad_read(args[0])
+        if func is torch.Tensor.item and (number := session.number_in_state(args[0])) is not None:
+            return number
         result = self._call(func, args, kwargs) if not numbers else self._call_with_numbers(func, args, kwargs, numbers)
         session.annotate(line, out_of_place=func in _OUT_OF_PLACE)
         return result
@@ -99,6 +101,8 @@ class Interposer(TorchFunctionMode):
             outputs = args[0] if args else kwargs["outputs"]
             outputs = [outputs] if isinstance(outputs, torch.Tensor) else outputs
             _autograd_torch.use_derivatives_of_eager([output.grad_fn for output in outputs])
+        if func in (torch.tensor, torch.as_tensor) and args and _has_symbols(args[0]):
+            return _tensor_of_symbols(*args, **kwargs)
         if func == _DATA_SET:  # each look-up makes a new wrapper object
             return _assign_data(self.session, *args)
         if self.session.has_symbolic_sizes and func in _NO_SYMBOLIC_KERNEL:
@@ -122,6 +126,26 @@ class Interposer(TorchFunctionMode):
         if type(value) is dict:
             return {key: self._with_twins(item) for key, item in value.items()}
         return value
+
+
+def _has_symbols(data: Any) -> bool:
+    """Whether a tensor is to be made of learning rates, counts or other numbers that change, or of a row of some."""
+    row = data if type(data) in (list, tuple) else [data]
+    numbers = all(type(value) in (int, float, torch.SymInt, torch.SymFloat) for value in row)
+    return numbers and any(type(value) in (torch.SymInt, torch.SymFloat) for value in row)
+
+
+def _tensor_of_symbols(
+    data: Any, dtype: torch.dtype | None = None, device: Any = None, requires_grad: bool = False, **_: Any
+) -> torch.Tensor:
+    """`torch.tensor(data)`, which would ask for the values of symbols."""
+    row: Sequence[Any] = data if type(data) in (list, tuple) else [data]
+    if dtype is None:
+        are_floats = any(type(value) in (float, torch.SymFloat) for value in row)
+        dtype = torch.get_default_dtype() if are_floats else torch.int64
+    made = [torch.scalar_tensor(value, dtype=dtype, device=device) for value in row]
+    result = made[0] if row is not data else torch.stack(made)
+    return result.requires_grad_() if requires_grad else result
 
 
 def _what_reads(func: Callable[..., Any]) -> str:

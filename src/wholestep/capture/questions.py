@@ -8,12 +8,16 @@
 
 Only what is known before the step runs can be answered: arguments, buffers and constants, through ops without random
 numbers. Values that depend on parameters or on what the step has computed from them are refused, as ever.
+
+An optimizer that branches on what it computes from its state (`step = state["step"].item()`) may ask for that as well.
+Such a number is another one at each call, so the answer is not guarded: Python computes with it (`record.numbers`), and
+guards the branches.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -43,34 +47,48 @@ class Answer:
 
     value: Any
     where: str
+    is_open: bool = False
+    """Whether it may be another one at each call."""
 
 
 @dataclass(frozen=True)
 class Asked:
-    """All questions of a step as one graph, whose outputs are to be equal to the answers."""
+    """All questions of a step as one graph, whose outputs are to be equal to the answers that are not open.
+
+    `found` holds the answers of the call that is running.
+    """
 
     graph: StepGraph
     answers: tuple[Answer, ...]
+    found: list[Any]
 
 
 @dataclass
 class Questions:
-    """Questions of a trace in progress. With `is_answering` False none can be asked: nobody would guard the answers."""
+    """Questions of a trace in progress.
+
+    Unless it `is_answering`, none can be asked about the batch: ranks have different ones, and must run the same graph.
+    """
 
     is_answering: bool = False
+    of_state: bool = False
+    """Whether the state of optimizers may be asked about too."""
+    found: list[Any] = field(default_factory=list[Any])
+    """All answers, in the order of the questions."""
     _asked: dict[fx.Node, Answer] = field(default_factory=dict)
     _values: dict[fx.Node, Any] = field(default_factory=dict)
 
     def can_answer(self, node: fx.Node, reals: Mapping[str, Any], slots: Mapping[str, Slot]) -> bool:
         """Whether a value is known before the step runs; `reals` and `slots` are those of inputs, by their names."""
-        if not self.is_answering:
-            return False
-        nodes = _ancestors(node)
-        return nodes is not None and all(_is_known_before(other, reals, slots) for other in nodes)
+        kinds = (*(_KNOWN_BEFORE if self.is_answering else ()), *((SlotKind.STATE,) if self.of_state else ()))
+        nodes = _ancestors(node) if kinds else None
+        return nodes is not None and all(_is_known_before(other, kinds, reals, slots) for other in nodes)
 
-    def answer(self, tracer: Any, func: Any, args: tuple[Any, ...], reals: Mapping[str, Any]) -> Any:
+    def answer(
+        self, tracer: Any, func: Any, args: tuple[Any, ...], reals: Mapping[str, Any], *, is_open: bool = False
+    ) -> Any:
         """Put a question: run its nodes on real values, and remember it; `args` are nodes and plain values."""
-        if len(self._asked) == _MAX_QUESTIONS:
+        if not is_open and sum(not answer.is_open for answer in self._asked.values()) == _MAX_QUESTIONS:
             raise CaptureError(
                 f"the step looks at more than {_MAX_QUESTIONS} values of its batch",
                 location=source.current_location(),
@@ -80,7 +98,8 @@ class Questions:
         with _torch.real_kernels():
             value = _evaluated(node, tracer, reals, self._values)
         node.meta["val"] = value
-        self._asked[node] = Answer(value, source.current_line())
+        self._asked[node] = Answer(value, source.current_line(), is_open)
+        self.found.append(value)
         return value
 
     def settled(self, slots: Mapping[str, Slot], fake_mode: Any) -> Asked | None:
@@ -99,7 +118,7 @@ class Questions:
         graph.output({"outputs": outputs, "updates": {}, "results": {}})
         own = {copies[node].name: slots[node.name] for node in in_order if node.op == "placeholder"}
         asked = StepGraph(_torch.graph_module(nn.Module(), graph), own, fake_mode)
-        return Asked(asked, tuple(self._asked.values()))
+        return Asked(asked, tuple(self._asked.values()), self.found)
 
 
 def _ancestors(node: fx.Node) -> list[fx.Node] | None:
@@ -116,9 +135,11 @@ def _ancestors(node: fx.Node) -> list[fx.Node] | None:
     return list(seen)
 
 
-def _is_known_before(node: fx.Node, reals: Mapping[str, Any], slots: Mapping[str, Slot]) -> bool:
+def _is_known_before(
+    node: fx.Node, kinds: Container[SlotKind], reals: Mapping[str, Any], slots: Mapping[str, Slot]
+) -> bool:
     if node.op == "placeholder":
-        return slots[node.name].kind in _KNOWN_BEFORE and not blank.is_blank(reals[node.name])
+        return slots[node.name].kind in kinds and not blank.is_blank(reals[node.name])
     return node.op == "get_attr" or (node.op == "call_function" and ops.is_pure(node.target))
 
 

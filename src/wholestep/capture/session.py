@@ -21,7 +21,7 @@ from wholestep.capture import binding, blank, source
 from wholestep.capture.leftovers import HandedOut
 from wholestep.capture.questions import Questions
 from wholestep.capture.record.numbers import Number, name_of, value_of
-from wholestep.capture.record.places import find
+from wholestep.capture.record.places import Rooted, Step, find
 from wholestep.capture.record.recorder import Recorder
 from wholestep.capture.record.recording import Current
 from wholestep.capture.trail import TrailNotes
@@ -29,6 +29,7 @@ from wholestep.errors import CaptureError
 from wholestep.graph import Phase, Slot, SlotKind, map_nodes, ops
 
 _PLAIN_TYPES = (torch.Tensor, nn.Parameter, nn.Buffer)
+_NOT_NUMBERS = (torch.bool, torch.complex32, torch.complex64, torch.complex128)
 
 
 @dataclass
@@ -90,6 +91,10 @@ class Session:
     """Parameters that get a gradient of zeros where the backward leaves none (other ranks have one)."""
     buffer_slots: dict[tuple[int, str], str] = field(default_factory=dict)
     """(id of a module, name) of each buffer -> its slot; several places may share one."""
+    state_numbers: dict[tuple[int, int, str], Number] = field(default_factory=dict[tuple[int, int, str], Number])
+    """Python numbers in the state of optimizers before the step, by optimizer, twin of the parameter, and key."""
+    empty_states: list[tuple[Optimizer, torch.Tensor]] = field(default_factory=list[tuple[Optimizer, torch.Tensor]])
+    """Optimizers, and parameters that they have asked for the state of and left it empty (it is a defaultdict)."""
     optimizers: set[int] = field(default_factory=set)
     """Ids of the optimizers whose state has been lifted."""
     stepped: list[Optimizer] = field(default_factory=list)
@@ -102,6 +107,7 @@ class Session:
     read_first: set[int] = field(default_factory=set)
     reassigned: dict[int, Reassigned] = field(default_factory=dict)
     """Traced tensors whose `.data` the step has exchanged, by their ids."""
+    _numbers_in_state: dict[fx.Node, Number] = field(default_factory=dict[fx.Node, Number])
     _incoming_frozen: bool = False
     _clearing: bool = False
     _last_annotated: fx.Node | None = None
@@ -193,18 +199,33 @@ class Session:
 
     def can_answer(self, *values: Any) -> bool:
         """Whether what some traced tensors hold is known before the step runs."""
-        if not self.questions.is_answering or self.phase is Phase.OPTIMIZER:
+        questions = self.questions
+        if self.phase is Phase.OPTIMIZER and not questions.of_state:
             return False
         reals, slots = self._reals(), {name: lifted.slot for name, lifted in self.lifted.items()}
         tensors = [value for value in values if isinstance(value, torch.Tensor)]
         return all(
-            self._has_node(value) and self.questions.can_answer(self.node_of(value), reals, slots) for value in tensors
+            self._has_node(value) and questions.can_answer(self.node_of(value), reals, slots) for value in tensors
         )
 
-    def answer(self, func: Any, args: tuple[Any, ...]) -> Any:
+    def answer(self, func: Any, args: tuple[Any, ...], *, is_open: bool = False) -> Any:
         """What an operator that looks at values gives for the arguments of this very call."""
         nodes = tuple(self.node_of(value) if isinstance(value, torch.Tensor) else value for value in args)
-        return self.questions.answer(self.tracer, func, nodes, self._reals())
+        return self.questions.answer(self.tracer, func, nodes, self._reals(), is_open=is_open)
+
+    def number_in_state(self, tensor: torch.Tensor) -> Number | None:
+        """The number that an optimizer makes of its state, for Python to compute with; None if it is not that."""
+        questions = self.questions
+        if not questions.of_state or self.phase is not Phase.OPTIMIZER or not self.can_answer(tensor):
+            return None
+        node = self.node_of(tensor)
+        if tensor.numel() != 1 or tensor.dtype in _NOT_NUMBERS:
+            return None
+        if node not in self._numbers_in_state:
+            value = self.answer(torch.ops.aten._local_scalar_dense.default, (tensor,), is_open=True)
+            path = (Rooted(questions.found), (Step.ITEM, len(questions.found) - 1))
+            self._numbers_in_state[node] = self.recorder.ledger.steady_leaf(value, path)
+        return self._numbers_in_state[node]
 
     def _has_node(self, value: torch.Tensor) -> bool:
         is_functional = isinstance(value, _torch.FunctionalTensor)

@@ -18,8 +18,8 @@ from wholestep import _recording_torch, _torch
 from wholestep.capture import Capture
 from wholestep.capture.binding import Argument, DrawnTensor, GradOfArgument, LearningRate, NumberOf, StateOf
 from wholestep.capture.overlap import Span, first_overlap, span
-from wholestep.capture.record import Difference
-from wholestep.capture.record.places import Rooted, Step, is_plain, same
+from wholestep.capture.record import Difference, Recording
+from wholestep.capture.record.places import Rooted, Step, find, is_plain, same
 from wholestep.graph import SlotKind
 from wholestep.runtime.held import behind, own_dict, plain_class
 
@@ -33,7 +33,7 @@ def make_owner_guards(capture: Capture) -> list[OwnerCheck]:
     optimizers = capture.found.optimizers.items()
     return [
         *make_model_guards(capture),
-        *[_optimizer_guard(name, one, capture.recording.symbolic) for name, one in optimizers],
+        *[_optimizer_guard(name, one, capture.recording) for name, one in optimizers],
         _gradients_guard(capture),
     ]
 
@@ -188,8 +188,13 @@ def _structure_guard(name: str, root: nn.Module) -> OwnerCheck:
     return check
 
 
-def _optimizer_guard(name: str, optimizer: Optimizer, symbolic: frozenset[tuple[Any, ...]]) -> OwnerCheck:
-    """Parameter groups, and every option but learning rates and numbers that may change."""
+def _optimizer_guard(name: str, optimizer: Optimizer, recording: Recording) -> OwnerCheck:
+    """Parameter groups, and every option but learning rates, numbers that may change, and what the step itself sets.
+
+    What it sets and reads is guarded where it is read.
+    """
+    symbolic, set_by_step = recording.symbolic, recording.effects.places
+    paths = [_path_of_group(optimizer, index, symbolic | set_by_step) for index in range(len(optimizer.param_groups))]
     groups = [(list(group["params"]), _options(group)) for group in optimizer.param_groups]
     hooks = _Hooks([optimizer], _recording_torch.hooks_of)
     rates = _shared_rates(optimizer)
@@ -208,9 +213,8 @@ def _optimizer_guard(name: str, optimizer: Optimizer, symbolic: frozenset[tuple[
         if now == versions:
             return None
         for index, (group, (_, options)) in enumerate(zip(optimizer.param_groups, groups, strict=True)):
-            path = (Rooted(optimizer), (Step.ATTRIBUTE, "param_groups"), (Step.ITEM, index))
-            owner = f"{name}.param_groups[{index}]"
-            difference = _option_difference(owner, options, _options(group), path, symbolic)
+            path, owner = paths[index], f"{name}.param_groups[{index}]"
+            difference = _option_difference(owner, options, _options(group), path, symbolic, set_by_step)
             if difference is not None:
                 return difference
         if _shared_rates(optimizer) != rates:
@@ -219,6 +223,14 @@ def _optimizer_guard(name: str, optimizer: Optimizer, symbolic: frozenset[tuple[
         return None
 
     return check
+
+
+def _path_of_group(optimizer: Optimizer, index: int, known: frozenset[tuple[Any, ...]]) -> tuple[Any, ...]:
+    """How a recording spells a parameter group: optimizers that wrap one another share theirs."""
+    group = optimizer.param_groups[index]
+    own = (Rooted(optimizer), (Step.ATTRIBUTE, "param_groups"), (Step.ITEM, index))
+    prefixes = {path[: len(own)] for path in known if len(path) > len(own)}
+    return next((prefix for prefix in prefixes if find(prefix, None) is group), own)
 
 
 def _options(group: dict[str, Any]) -> dict[str, Any]:
@@ -238,13 +250,14 @@ def _option_difference(
     now: dict[str, Any],
     path: tuple[Any, ...],
     symbolic: frozenset[tuple[Any, ...]],
+    set_by_step: frozenset[tuple[Any, ...]],
 ) -> Difference | None:
     """The first option that changed, but for numbers that may; and the paths of all numbers that changed."""
     reasons: list[str] = []
     numbers: list[tuple[Any, ...]] = []
     for key in {**expected, **now}:
         old, new = expected.get(key), now.get(key)
-        if _is_same_option(old, new):
+        if _is_same_option(old, new) or (*path, (Step.ITEM, key)) in set_by_step:
             continue
         for step, before, after in _paired(old, new):
             place = (*path, (Step.ITEM, key), *step)

@@ -11,8 +11,9 @@ def question_guards(capture: Capture) -> list[Check]:
     """Nothing for a step that asks nothing; it comes last, as it takes the types of the arguments for granted."""
     if capture.asked is None:
         return []
-    answers = capture.asked.answers
+    answers, last = capture.asked.answers, capture.asked.found
     expected = tuple([answer.value for answer in answers])
+    are_open = any(answer.is_open for answer in answers)
     graph = Executable(capture.asked.graph, capture.bindings, "questions")
 
     def check(now: Call) -> str | None:
@@ -20,10 +21,11 @@ def question_guards(capture: Capture) -> list[Check]:
             found, _ = graph.run(now.leaves)
         except (RuntimeError, IndexError) as error:  # after another answer, later questions may make no sense
             return f"a value that the step looks at cannot be computed any more ({str(error).splitlines()[0]})"
-        if found == expected:
+        last[:] = found
+        if found == expected and not are_open:
             return None
         # NaN is not equal to itself, and takes the same branches.
-        pairs = zip(answers, found, strict=True)
+        pairs = [(old, new) for old, new in zip(answers, found, strict=True) if not old.is_open]
         differing = [
             (old, new) for old, new in pairs if old.value != new and not (old.value != old.value and new != new)
         ]

@@ -226,7 +226,7 @@ def test_self_distillation_with_schedules() -> None:
 
 
 def test_self_distillation_that_sets_options_of_the_optimizer() -> None:
-    train(lambda: Dino(sets_options=True), max_captures=4, may_refuse=True)
+    train(lambda: Dino(sets_options=True), max_captures=4)
 
 
 class Moco(nn.Module):

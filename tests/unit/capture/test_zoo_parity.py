@@ -4,11 +4,12 @@ import pytest
 from tests.parity import assert_parity
 from torch import nn
 
-from wholestep import CaptureError, zoo
+from wholestep import zoo
 from wholestep.graph import Phase
 from wholestep.zoo.optimizers import OPTIMIZERS
 
 BRANCHES_ON_THE_STEP_COUNT = {"radam"}
+"""Captured once more, when the count gets there."""
 
 
 FAMILIES = ("sgd", "adam", "adamw_foreach", "adamw_fused")
@@ -30,18 +31,10 @@ def test_every_step_is_eagers(name: str, optimizer_name: str) -> None:
 
 
 @pytest.mark.sample(8)
-@pytest.mark.parametrize("optimizer_name", [name for name in OPTIMIZERS if name not in BRANCHES_ON_THE_STEP_COUNT])
+@pytest.mark.parametrize("optimizer_name", OPTIMIZERS)
 def test_every_optimizer_is_eagers(optimizer_name: str) -> None:
     step = assert_parity(zoo.get("mlp"), optimizer_name, steps=5)
-    assert step.num_captures == 1
-
-
-def test_radam_is_refused_because_it_branches_on_its_step_count() -> None:
-    with pytest.raises(CaptureError, match="depends on a value that is only known when it runs") as caught:
-        assert_parity(zoo.get("mlp"), "radam")
-    assert caught.value.location is not None
-    assert "parity.py:" in caught.value.location
-    assert "torch.where" in str(caught.value)
+    assert step.num_captures <= (2 if optimizer_name in BRANCHES_ON_THE_STEP_COUNT else 1)
 
 
 @pytest.mark.sample(2)

@@ -32,6 +32,7 @@ from torch import nn
 from wholestep import _recording_torch
 from wholestep.capture.record import containers, numbers, outside, standins, tensors
 from wholestep.capture.record.caches import cached_call
+from wholestep.capture.record.follow import functions_in
 from wholestep.capture.record.places import CONTAINERS, Step, is_open, is_plain
 
 if TYPE_CHECKING:
@@ -202,9 +203,9 @@ def _python(recorder: Recorder, function: types.FunctionType, args: tuple[Any, .
     if recorder.follow(function):
         recorder.read_defaults(function)
         return function
-    recorder.follow_all(function)
+    wraps_followed = any([recorder.follow(inner) for inner in functions_in(function)])
     _give(recorder, args, kwargs)
-    if any(type(arg) is numbers.Number for arg in (*args, *kwargs.values())):
+    if not wraps_followed and any(type(arg) is numbers.Number for arg in (*args, *kwargs.values())):
         return _with_numbers(recorder, function, args, kwargs)
     return functools.partial(_finding, recorder, function) if function.__module__ in _FINDERS else function
 

@@ -18,7 +18,7 @@ import numpy as np
 
 from wholestep.capture.binding import FixedTensor
 from wholestep.capture.record.outside import Output
-from wholestep.capture.record.places import ABSENT, Place, find
+from wholestep.capture.record.places import ABSENT, Place, Step, find
 from wholestep.capture.record.state import Kept, apply_operation, content_of, dict_kind
 from wholestep.capture.record.templates import Built, Constant, Converted, Filling, FromSlot, Template, Templates
 from wholestep.errors import CaptureError
@@ -35,6 +35,8 @@ class Change:
     prepare: Prepare
     is_repeat: bool
     """Whether it only writes what was there before."""
+    places: frozenset[tuple[Any, ...]] = frozenset()
+    """Paths of the items of a dict that it sets."""
 
 
 @dataclass(frozen=True)
@@ -46,6 +48,11 @@ class Effects:
 
     def __bool__(self) -> bool:
         return bool(self.outputs or self.changes)
+
+    @property
+    def places(self) -> frozenset[tuple[Any, ...]]:
+        """Paths of all items of dicts that are set."""
+        return frozenset[tuple[Any, ...]]().union(*(change.places for change in self.changes))
 
     def perform(self, filling: Filling, *, is_quiet: bool = False) -> None:
         """Do it all with the values of one call, without the output if that `is_quiet`."""
@@ -68,7 +75,7 @@ def find_effects(
         place = place_of(item.owner)
         if place is not None and ((has_changed := item.has_changed()) or item.was_written):
             prepare = _change(item, place, templates)
-            changes.append(Change(str(place), place.path, prepare, is_repeat=not has_changed))
+            changes.append(Change(str(place), place.path, prepare, not has_changed, _places_set(item, place)))
     said = [
         (
             output.function,
@@ -78,6 +85,14 @@ def find_effects(
         for output in outputs
     ]
     return Effects(tuple(said), tuple(changes))
+
+
+def _places_set(kept: Kept, place: Place) -> frozenset[tuple[Any, ...]]:
+    if not isinstance(kept.owner, dict):
+        return frozenset()
+    now: dict[Any, Any] = dict(kept.owner)
+    changed = {key for key in {**kept.before, **now} if now.get(key, ABSENT) is not kept.before.get(key, ABSENT)}
+    return frozenset((*place.path, (Step.ITEM, key)) for key in changed | kept.keys)
 
 
 def _change(kept: Kept, place: Place, templates: Templates) -> Prepare:

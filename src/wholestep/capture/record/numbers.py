@@ -81,6 +81,12 @@ class Ledger:
         self.leaves[name] = path
         return Number(self, name, value, frozenset([name]))
 
+    def steady_leaf(self, value: int | float, path: tuple[Any, ...]) -> Number:
+        """The same of a place that nothing else expects a number at: one of this type."""
+        number = self.leaf(value, path)
+        self.assume(f"type({name_of(number)}) is {self.constant(type(value))}")
+        return number
+
     def constant(self, value: Any) -> str:
         """How a line spells a value: numbers as they are, other objects by a name."""
         assert type(value) is not Number, "a number that changes is no constant"

@@ -48,7 +48,8 @@ def add_optimizer(recorder: Recorder, optimizer: Optimizer, label: str) -> None:
     for index, group in enumerate(groups):
         recorder.note(groups, Step.ITEM, index, group)
         options = {key: value for key, value in group.items() if not is_managed_item(key)}
-        recorder.manage(group, options)
+        recorder.manage(group, options, is_watched=True)
+        recorder.about_to_change(group)
         for key, value in options.items():
             if isinstance(value, torch.Tensor):  # an input, whoever reads it
                 recorder.note(group, Step.ITEM, key, value)
@@ -64,7 +65,7 @@ def add_optimizer(recorder: Recorder, optimizer: Optimizer, label: str) -> None:
 
 def is_managed_item(key: Any) -> bool:
     """Whether an attribute of torch's optimizers or an item of a group is an input, or a flag of theirs."""
-    return key in ("state", "param_groups", "params", "lr") or str(key).startswith("_")
+    return isinstance(key, str) and (key in ("state", "param_groups", "params", "lr") or key.startswith("_"))
 
 
 def add_function(recorder: Recorder, function: Any) -> None:

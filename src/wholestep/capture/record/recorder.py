@@ -44,7 +44,7 @@ from wholestep.capture.record.places import (
     put,
     take,
 )
-from wholestep.capture.record.state import Kept, Operation
+from wholestep.capture.record.state import Kept, Operation, content_of
 from wholestep.capture.record.tensors import Twins
 from wholestep.errors import CaptureError
 
@@ -84,6 +84,8 @@ class Recorder:
         """Keeps owners from being freed, so that an id means one object."""
         self._managed: dict[int, dict[str, Any]] = {}
         """By id of an owner that others look after: the items of it that are noted nonetheless."""
+        self._unwatched: set[int] = set()
+        """Ids of those to which the step may write without anybody noting it."""
         self._pinned: list[Place] = []
         self.handlers: dict[Any, Any] = {**BUILTINS, **outside.HANDLERS}
         self.outputs: list[outside.Output] = []
@@ -134,9 +136,14 @@ class Recorder:
         """Where an object was found; None for one that the step has made itself."""
         return self._places.get(id(owner))
 
-    def manage(self, owner: Any, noted: dict[str, Any] | None = None) -> None:
-        """Leave an owner out, but for reads of some of its items: somebody else looks after it (optimizer state)."""
+    def manage(self, owner: Any, noted: dict[str, Any] | None = None, *, is_watched: bool = False) -> None:
+        """Leave an owner out, but for reads of some of its items: somebody else looks after it (optimizer state).
+
+        What the step writes to one that `is_watched` is noted nonetheless.
+        """
         self._managed[id(owner)] = noted or {}
+        if not is_watched:
+            self._unwatched.add(id(owner))
         self._alive.append(owner)
 
     def pin(self, owner: Any, step: Step, key: str, label: str = "") -> None:
@@ -198,7 +205,7 @@ class Recorder:
         noted = self._managed.get(id(owner))
         if noted is None:
             return False
-        if step is not Step.ITEM or participants.is_managed_item(key):
+        if step is not Step.ITEM or participants.is_managed_item(key) or (not noted and id(owner) in self._unwatched):
             return True
         return noted.get(key, ABSENT) is not value and not (key in noted and type(value) is Number)
 
@@ -417,6 +424,8 @@ class Recorder:
                 if type(value) in (int, float) and path[-1][0] is not Step.LENGTH:
                     with contextlib.suppress(AttributeError, TypeError):  # where nothing can be put, it stays as it is
                         undo.append(put(path, self.ledger.leaf(value, path), self._given))
+            for kept in self.kept.values():  # the step has not begun: what it finds is what was there before
+                kept.before = content_of(kept.owner)
             yield
         finally:
             for put_back in reversed(undo):
@@ -505,7 +514,7 @@ class Recorder:
 
     def about_to_change(self, owner: Any, *operation: Any) -> None:
         """The step is going to write to an owner: keep what is there, and note the operation on a sequence or set."""
-        if id(owner) not in self._places or id(owner) in self._managed:
+        if id(owner) not in self._places or id(owner) in self._unwatched:
             return
         kept = self.kept.get(id(owner))
         if kept is None:
