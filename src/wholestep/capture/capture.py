@@ -66,7 +66,8 @@ class Capture:
 
     `bindings` says where each slot of the graph (and each result) lives; `any_incoming_grad` are parameters whose
     gradient before the call does not matter; `initial_state` is optimizer state the first run starts from; `stepped`
-    are the optimizers whose `step()` the graph contains; `written` the ids of the slots it writes to; `trail` says
+    are the optimizers whose `step()` the graph contains; `state` is what it leaves in their state besides tensors and
+    numbers; `written` the ids of the slots it writes to; `trail` says
     which ops each call of a module made and where `pipe_split()` stood; `asked` are values that the step has looked
     at; `recording` is the Python around the graph, which is checked and done again at each call. One that `is_blank`
     has tensors without memory among its slots (`no_weights`) and cannot run.
@@ -75,6 +76,7 @@ class Capture:
     graph: StepGraph
     found: Reachable
     outputs: Template
+    state: tuple[tuple[binding.StateOf, Template], ...]
     recording: Recording
     bindings: dict[str, binding.Binding]
     any_incoming_grad: tuple[torch.Tensor, ...]
@@ -199,6 +201,7 @@ def _capture(call: _Call) -> Capture:
         graph=graph,
         found=call.found,
         outputs=result.outputs,
+        state=tuple(result.state),
         recording=_recording(call, result, graph),
         bindings=call.bindings,
         any_incoming_grad=indifferent,
@@ -459,12 +462,11 @@ def _lent_optimizer(call: _Call, name: str, optimizer: Optimizer) -> contextlib.
         slot = Slot(SlotKind.STATE, call.parameter_names[id(parameter)], f"{name}.{key}" if several else key)
         if isinstance(value, torch.Tensor):
             return _lift(call, value, slot, binding.StateOf(optimizer, parameter, key))
-        if type(value) not in (int, float):
-            return value
-        path = ((Step.ATTRIBUTE, "state"), (Step.ITEM, parameter), (Step.ITEM, key))
-        number = call.recorder.ledger.steady_leaf(value, (Rooted(optimizer), *path))
-        call.session.state_numbers[id(optimizer), id(twin_of(parameter)), key] = number
-        return number
+        if type(value) in (int, float):
+            path = (Rooted(optimizer), (Step.ATTRIBUTE, "state"), (Step.ITEM, parameter), (Step.ITEM, key))
+            value = call.recorder.ledger.steady_leaf(value, path)
+        call.session.state_before[id(optimizer), id(twin_of(parameter)), key] = value
+        return value
 
     def lift_rate(group: int, value: Any) -> Any:
         slot = Slot(SlotKind.LR, f"{name}.{group}" if several else str(group))

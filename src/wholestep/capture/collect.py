@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch.optim import Optimizer
 
 from wholestep import _torch
 from wholestep.capture import binding
 from wholestep.capture.discover import Reachable
 from wholestep.capture.record.effects import Effects, find_effects
 from wholestep.capture.record.numbers import Number
-from wholestep.capture.record.places import ABSENT
+from wholestep.capture.record.places import ABSENT, is_plain
 from wholestep.capture.record.templates import Template, Templates, refuse_attributes
 from wholestep.capture.session import Lifted, Reassigned, Session
 from wholestep.errors import CaptureError
@@ -37,6 +39,8 @@ class Collected:
     results: dict[str, int] = field(default_factory=dict)
     constants: dict[str, Any] = field(default_factory=dict)
     new_slots: dict[str, Slot] = field(default_factory=dict)
+    state: list[tuple[binding.StateOf, Template]] = field(default_factory=list[tuple[binding.StateOf, Template]])
+    """Objects that the step leaves in the state of optimizers."""
 
     def add(self, value: Any) -> int:
         self.values.append(_torch.from_functional(value) if isinstance(value, torch.Tensor) else value)
@@ -45,7 +49,7 @@ class Collected:
 
 def collect(session: Session, found: Reachable, bindings: dict[str, binding.Binding], returned: Any) -> Collected:
     """Read back the returned tree, gradients, buffers, parameters and optimizer state of a finished trace."""
-    result = _collect_outputs(session, bindings, returned)
+    result = _collect_outputs(session, found, bindings, returned)
     rebound = _collect_buffers(session, found, bindings, result)
     _collect_state(session, found, bindings, result, rebound)
     for lifted in session.lifted.values():
@@ -97,7 +101,9 @@ def _shared(moved: Reassigned, other: str) -> CaptureError:
     )
 
 
-def _collect_outputs(session: Session, bindings: dict[str, binding.Binding], returned: Any) -> Collected:
+def _collect_outputs(
+    session: Session, found: Reachable, bindings: dict[str, binding.Binding], returned: Any
+) -> Collected:
     values: list[Any] = []
     slots = {id(lifted.twin): lifted for lifted in session.lifted.values()}
 
@@ -130,11 +136,30 @@ def _collect_outputs(session: Session, bindings: dict[str, binding.Binding], ret
     outputs = templates.of(returned, "the step returns")
     said = [output.as_said(recorder) for output in recorder.outputs]
     effects = find_effects(recorder.kept.values(), said, recorder.place_of, templates)
+    state = [
+        (binding.StateOf(optimizer, owner, key), templates.of(value, f"the step keeps in the state of {name}"))
+        for name, optimizer in found.optimizers.items()
+        for owner, key, value in _objects_in_state(session, optimizer)
+    ]
     recorder.needed = templates.numbers
-    result = Collected(outputs, effects, [], len(values))
+    result = Collected(outputs, effects, [], len(values), state=state)
     for value in values:
         result.add(value)
     return result
+
+
+def _objects_in_state(session: Session, optimizer: Optimizer) -> Iterator[tuple[torch.Tensor, Any, Any]]:
+    """What the step has put into an optimizer's state that is neither a tensor nor plain: lists, dicts, objects."""
+    owners = {id(lifted.twin): lifted.real for lifted in session.parameters}
+    for twin, entries in optimizer.state.items():
+        for key, value in entries.items() if id(twin) in owners else ():
+            before = session.state_before.get((id(optimizer), id(twin), key), ABSENT)
+            if value is not before and _is_object(value):
+                yield owners[id(twin)], key, value
+
+
+def _is_object(value: Any) -> bool:
+    return not (isinstance(value, (torch.Tensor, *_SYMBOLIC)) or type(value) is Number or is_plain(value))
 
 
 def _collect_buffers(
@@ -190,7 +215,7 @@ def _collect_state(
     owners = {id(lifted.twin): lifted for lifted in session.parameters}
     for name, optimizer in found.optimizers.items():
         present = {(id(optimizer), id(twin), key) for twin, entries in optimizer.state.items() for key in entries}
-        if any(key[0] == id(optimizer) and key not in present for key in (*slots, *session.state_numbers)):
+        if any(key[0] == id(optimizer) and key not in present for key in (*slots, *session.state_before)):
             raise CaptureError(f"the step removes state of {name}", advice="Reset optimizer state outside the step")
         for twin, entries in optimizer.state.items():
             if not entries and id(twin) in owners:
@@ -198,7 +223,8 @@ def _collect_state(
             for key, value in entries.items():
                 known = slots.get((id(optimizer), id(twin), key))
                 is_as_before = known is not None and value is known.twin
-                if is_as_before or value is session.state_numbers.get((id(optimizer), id(twin), key), ABSENT):
+                before = session.state_before.get((id(optimizer), id(twin), key), ABSENT)
+                if is_as_before or value is before or _is_object(value):
                     continue
                 if known is not None and isinstance(value, torch.Tensor) and _type_of(value) == _type_of(known.twin):
                     rebound.add(known.slot.id)

@@ -119,6 +119,9 @@ def reachable(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[
     names = _attribute_names(function, [value for _, value in arguments if is_plain_object(value)], _MAX_DEPTH)
     for name, value in arguments:
         _sort(name, value, modules, optimizers)
+        if isinstance(value, nn.Module):
+            for attribute, place in _optimizers_of(name, value, names):
+                _sort(attribute, place.read(), modules, optimizers)
         if is_plain_object(value):
             for attribute, place in _attributes(name, value, names):
                 _sort(attribute, place.read(), modules, optimizers)
@@ -217,6 +220,7 @@ def _free_variables(function: Callable[..., Any], names: set[str], depth: int) -
     owner = getattr(function, "__self__", None)
     if isinstance(owner, nn.Module):
         yield "self", Place(owner)
+        yield from _optimizers_of("self", owner, names)
     elif isinstance(function, MethodType) and is_plain_object(owner):
         yield from _attributes("self", owner, names)
     plain = _plain_function(function)
@@ -303,6 +307,14 @@ def _attributes(name: str, owner: Any, names: set[str], depth: int = 3) -> Itera
     for attribute, value in list(vars(owner).items()):
         if attribute in names and depth and isinstance(value, ModuleType) and _is_namespace(value):
             yield from _attributes(f"{name}.{attribute}", value, names, depth - 1)
+
+
+def _optimizers_of(name: str, module: nn.Module, names: set[str]) -> Iterator[tuple[str, Place]]:
+    """Optimizers that a module keeps in attributes which the step mentions."""
+    for attribute, value in list(vars(module).items()):
+        held = value if isinstance(value, (list, tuple)) else [value]
+        if attribute in names and any(isinstance(one, Optimizer) for one in held):
+            yield f"{name}.{attribute}", Place(vars(module), attribute)
 
 
 def _hook_variables(module: nn.Module) -> Iterator[tuple[str, Place]]:

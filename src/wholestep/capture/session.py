@@ -91,8 +91,8 @@ class Session:
     """Parameters that get a gradient of zeros where the backward leaves none (other ranks have one)."""
     buffer_slots: dict[tuple[int, str], str] = field(default_factory=dict)
     """(id of a module, name) of each buffer -> its slot; several places may share one."""
-    state_numbers: dict[tuple[int, int, str], Number] = field(default_factory=dict[tuple[int, int, str], Number])
-    """Python numbers in the state of optimizers before the step, by optimizer, twin of the parameter, and key."""
+    state_before: dict[tuple[int, int, Any], Any] = field(default_factory=dict[tuple[int, int, Any], Any])
+    """What there was besides tensors in the state of optimizers, by optimizer, twin of the parameter, and key."""
     empty_states: list[tuple[Optimizer, torch.Tensor]] = field(default_factory=list[tuple[Optimizer, torch.Tensor]])
     """Optimizers, and parameters that they have asked for the state of and left it empty (it is a defaultdict)."""
     optimizers: set[int] = field(default_factory=set)

@@ -165,10 +165,15 @@ class Executable:
 
 def _repeated(graph: StepGraph) -> frozenset[int]:
     """Results that are the same value as one before them: equal gradients of two parameters are two tensors."""
+    seen: set[fx.Node] = set()
+    repeated: set[int] = set()
     values: list[Any] = list(graph.results.values())
-    return frozenset(
-        index for index, value in enumerate(values) if isinstance(value, fx.Node) and value in values[:index]
-    )
+    for index, value in enumerate(values):
+        if isinstance(value, fx.Node) and isinstance(value.meta["val"], torch.Tensor):
+            if value in seen:
+                repeated.add(index)
+            seen.add(value)
+    return frozenset(repeated)
 
 
 def _without_autocast() -> contextlib.AbstractContextManager[Any]:

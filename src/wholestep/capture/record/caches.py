@@ -10,6 +10,7 @@ import torch
 from wholestep import _recording_torch, _torch
 from wholestep.capture.record.numbers import settled
 from wholestep.capture.record.places import Step
+from wholestep.capture.record.standins import is_stand_in
 
 if TYPE_CHECKING:
     from wholestep.capture.record.recorder import Recorder
@@ -26,13 +27,13 @@ def cached_call(recorder: Recorder, function: Any) -> Callable[..., Any]:
         if function.cache_info().currsize == 0:
             recorder.filled_caches[id(function)] = function
         deeds = recorder.num_deeds, len(recorder.outputs)
-        with _recording_torch.untraced():
+        with recorder.placed.plain(), _recording_torch.untraced():
             result = function(*args, **kwargs)
         if deeds != (recorder.num_deeds, len(recorder.outputs)):
             recorder.refuse("fills a cache with a function that also writes or prints", "Call it outside the step")
         recorder.root(function)
         recorder.note(function, Step.CALL, (args, tuple(kwargs.items())), result)
-        if any(_torch.is_traced(value) for value in _torch.tree_leaves(result)):
+        if any(is_stand_in(value) for value in _torch.tree_leaves(result)):
             recorder.refuse("fills a cache with what it computes from the model", "Call the cached function outside")
         return result
 

@@ -32,7 +32,6 @@ from torch import nn
 from wholestep import _recording_torch
 from wholestep.capture.record import containers, numbers, outside, standins, tensors
 from wholestep.capture.record.caches import cached_call
-from wholestep.capture.record.follow import functions_in
 from wholestep.capture.record.places import CONTAINERS, Step, is_open, is_plain
 
 if TYPE_CHECKING:
@@ -130,12 +129,11 @@ def choose(recorder: Recorder, function: Any, args: tuple[Any, ...], kwargs: dic
     if isinstance(function, nn.Module):
         recorder.enter_module(function)
         return function
-    if any(type(arg) is numbers.Number for arg in (*args, *kwargs.values())):
-        return _with_numbers(recorder, function, args, kwargs)
+    has_numbers = any(type(arg) is numbers.Number for arg in (*args, *kwargs.values()))
     if isinstance(function, type):
-        return _class(recorder, function, args, kwargs)
-    if kind in _C_CALLABLES or kind is types.BuiltinMethodType:
-        return _builtin(recorder, function, args, kwargs)
+        return (_with_numbers if has_numbers else _class)(recorder, function, args, kwargs)
+    if kind in _C_CALLABLES or kind is types.BuiltinMethodType or (has_numbers and _is_torchs(function)):
+        return (_with_numbers if has_numbers else _builtin)(recorder, function, args, kwargs)
     if _is_hashable(function) and function in recorder.handlers:
         return recorder.handlers[function](recorder, function, args, kwargs)
     if kind is functools.partial:
@@ -203,7 +201,7 @@ def _python(recorder: Recorder, function: types.FunctionType, args: tuple[Any, .
     if recorder.follow(function):
         recorder.read_defaults(function)
         return function
-    wraps_followed = any([recorder.follow(inner) for inner in functions_in(function)])
+    wraps_followed = recorder.follow_all(function)
     _give(recorder, args, kwargs)
     if not wraps_followed and any(type(arg) is numbers.Number for arg in (*args, *kwargs.values())):
         return _with_numbers(recorder, function, args, kwargs)
@@ -369,9 +367,7 @@ def _with_numbers(recorder: Recorder, function: Any, args: tuple[Any, ...], kwar
             if isinstance(function, type)
             else _builtin(recorder, function, args, kwargs)
         )
-    root = str(getattr(function, "__module__", None) or type(getattr(function, "__self__", None)).__module__)
-    is_torch = root.split(".")[0] == "torch" or isinstance(getattr(function, "__self__", None), torch.Tensor)
-    if is_torch or isinstance(function, type(torch.ops.aten.add)):
+    if _is_torchs(function):
         return functools.partial(_with_symbols, recorder, function)
     if _takes_real_numbers(function):
         args, kwargs = tuple(map(numbers.settled, args)), {key: numbers.settled(arg) for key, arg in kwargs.items()}
@@ -379,6 +375,13 @@ def _with_numbers(recorder: Recorder, function: Any, args: tuple[Any, ...], kwar
     if isinstance(function, type):
         return _class(recorder, function, args, kwargs)
     return _builtin(recorder, function, args, kwargs)
+
+
+def _is_torchs(function: Any) -> bool:
+    """Whether a function is one of torch, or a method of a tensor."""
+    root = str(getattr(function, "__module__", None) or type(getattr(function, "__self__", None)).__module__)
+    is_torch = root.split(".")[0] == "torch" or isinstance(getattr(function, "__self__", None), torch.Tensor)
+    return is_torch or isinstance(function, type(torch.ops.aten.add))
 
 
 def _takes_real_numbers(function: Any) -> bool:

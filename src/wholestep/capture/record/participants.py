@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 from wholestep import _recording_torch
 from wholestep.capture import tree
 from wholestep.capture.record.numbers import Number
-from wholestep.capture.record.places import Expectation, Place, Step, is_plain
+from wholestep.capture.record.places import Expectation, Place, Rooted, Step, is_plain
 
 if TYPE_CHECKING:
     from wholestep.capture.record.recorder import Recorder
@@ -53,6 +53,7 @@ def add_optimizer(recorder: Recorder, optimizer: Optimizer, label: str) -> None:
         for key, value in options.items():
             if isinstance(value, torch.Tensor):  # an input, whoever reads it
                 recorder.note(group, Step.ITEM, key, value)
+    _watch_state(recorder, optimizer)
     for owner in (groups, optimizer.state):
         recorder.manage(owner)
     if type(optimizer).__module__.startswith("torch.optim"):  # flags of its own, which mean nothing to others
@@ -61,6 +62,31 @@ def add_optimizer(recorder: Recorder, optimizer: Optimizer, label: str) -> None:
     recorder.about_to_change(recorder.namespace_of(optimizer))
     for hook in _recording_torch.hooks_of(optimizer):
         recorder.add_hook(hook)
+
+
+def _watch_state(recorder: Recorder, optimizer: Optimizer) -> None:
+    """Objects in an optimizer's state (lists, dicts) are the user's like any other; tensors and numbers are inputs."""
+    state = None
+    for twin, entries in optimizer.state.items():
+        known = recorder.twins.of(twin)
+        objects = {key: value for key, value in entries.items() if _is_object(value)}
+        if known is None or not objects:
+            continue
+        state = state or _part(recorder.root(optimizer), Step.ATTRIBUTE, "state", optimizer.state)
+        above = _part(state, Step.ITEM, known.real, entries)
+        for key, value in objects.items():
+            recorder.stands_at(value, _part(above, Step.ITEM, key, value))
+            recorder.follow_operators(value)
+
+
+def _is_object(value: Any) -> bool:
+    return not (is_plain(value) or type(value) is Number or isinstance(value, torch.Tensor))
+
+
+def _part(above: Place, step: Step, key: Any, value: Any) -> Place:
+    place = Place(above, step, key, value, Expectation.OPEN)
+    above.children[step, key if is_plain(key) else Rooted(key)] = place
+    return place
 
 
 def is_managed_item(key: Any) -> bool:

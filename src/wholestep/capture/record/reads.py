@@ -5,6 +5,7 @@ from __future__ import annotations
 import collections
 import functools
 import sys
+from collections.abc import Iterable
 from types import FunctionType, MemberDescriptorType, MethodType, ModuleType
 from typing import TYPE_CHECKING, Any
 
@@ -30,6 +31,9 @@ def read_attribute(recorder: Recorder, owner: Any, name: str) -> None:
         return
     if isinstance(owner, torch.Tensor):
         tensors.read_attribute(recorder, owner, name)
+        return
+    if type(owner) is super:
+        _read_from_super(recorder, owner, name)
         return
     if name == "__class__" and standins.is_number(owner):
         recorder.refuse("reads __class__ of a size or learning rate", "Use isinstance() or type()")
@@ -62,10 +66,7 @@ def find_attribute(recorder: Recorder, owner: Any, name: str, place: Place | Non
             return
         read_from_class(recorder, type(owner), name)
         if isinstance(member, property):
-            if not isinstance(member.fget, FunctionType):
-                recorder.called(member.fget, (owner,))
-            elif not is_followed_file(member.fget.__code__.co_filename):
-                recorder.read_deep(owner)
+            _read_property(recorder, owner, member)
         elif isinstance(owner, FunctionType) and name in _OF_FUNCTIONS:
             recorder.note(owner, Step.ATTRIBUTE, name, take(owner, Step.ATTRIBUTE, name))
         elif not isinstance(getattr(type(member), "__get__", None), FunctionType):
@@ -131,7 +132,42 @@ def _is_library(module: str) -> bool:
 
 
 def read_from_class(recorder: Recorder, cls: type, name: str) -> None:
-    for base in cls.__mro__:
+    if _found_in(recorder, cls.__mro__, name) or type(cls) is type:
+        return
+    if _class_member(type(cls), name) is not ABSENT:
+        read_from_class(recorder, type(cls), name)
+    else:
+        recorder.follow_all(_class_member(type(cls), "__getattr__"))
+
+
+def _read_from_super(recorder: Recorder, owner: Any, name: str) -> None:
+    """`super().name`: the classes after the one it stands in are asked, and what is found is bound to the object."""
+    mro = owner.__self_class__.__mro__
+    above = mro[mro.index(owner.__thisclass__) + 1 :]
+    _found_in(recorder, above, name)
+    member = next((vars(base)[name] for base in above if name in vars(base)), ABSENT)
+    if name == "__dict__":
+        recorder.namespace_of(owner.__self__)
+    elif isinstance(member, MemberDescriptorType):
+        recorder.read_slot(owner.__self__, name)
+    elif isinstance(member, property):
+        _read_property(recorder, owner.__self__, member)
+    elif isinstance(member, functools.cached_property):
+        read_attribute(recorder, owner.__self__, name)
+    elif member is not ABSENT and hasattr(type(member), "__get__"):
+        recorder.follow_operators(member)
+
+
+def _read_property(recorder: Recorder, owner: Any, member: property) -> None:
+    if not isinstance(member.fget, FunctionType):
+        recorder.called(member.fget, (owner,))
+    elif not is_followed_file(member.fget.__code__.co_filename):
+        recorder.read_deep(owner)
+
+
+def _found_in(recorder: Recorder, mro: Iterable[type], name: str) -> bool:
+    """Note which of some classes has a member, and that those before it have none."""
+    for base in mro:
         if name in vars(base):
             member = vars(base)[name]
             if base.__flags__ & HEAP_TYPE and _is_library(base.__module__) and callable(member):
@@ -140,16 +176,11 @@ def read_from_class(recorder: Recorder, cls: type, name: str) -> None:
                 recorder.root(base)
                 recorder.note(base, Step.CLASS, name, member)
             recorder.follow_all(member)
-            return
+            return True
         if base.__flags__ & HEAP_TYPE and not _is_library(base.__module__):
             recorder.root(base)
             recorder.note(base, Step.CLASS, name, ABSENT)
-    if type(cls) is type:
-        return
-    if _class_member(type(cls), name) is not ABSENT:
-        read_from_class(recorder, type(cls), name)
-    else:
-        recorder.follow_all(_class_member(type(cls), "__getattr__"))
+    return False
 
 
 def _is_part(module: nn.Module, name: str) -> bool:

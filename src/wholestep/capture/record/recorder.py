@@ -30,6 +30,7 @@ from wholestep.capture.record import outside, participants, reads, whole
 from wholestep.capture.record.calls import BUILTINS, choose, told
 from wholestep.capture.record.follow import Followers, functions_in
 from wholestep.capture.record.numbers import Ledger, Number, origins_of, settled
+from wholestep.capture.record.placed import PlacedNumbers
 from wholestep.capture.record.places import (
     ABSENT,
     ARGUMENTS,
@@ -39,9 +40,7 @@ from wholestep.capture.record.places import (
     Rooted,
     Step,
     expectation,
-    find,
     is_plain,
-    put,
     take,
 )
 from wholestep.capture.record.state import Kept, Operation, content_of
@@ -104,6 +103,7 @@ class Recorder:
         self.drawn_tensors: dict[int, tuple[Any, str, Callable[[Any], Any]]] = {}
         """Tensors made of such arrays: the name of the array, and how they are made."""
         self.twins = Twins()
+        self.placed = PlacedNumbers(self.ledger, self.twins.twin_of)
         self._rates: dict[int, tuple[Any, tuple[Any, ...], type]] = {}
         self.filled_caches: dict[int, Any] = {}
         """Caches of functions that were empty before the trace."""
@@ -417,19 +417,10 @@ class Recorder:
     @contextlib.contextmanager
     def placed_numbers(self) -> Generator[None]:
         """Let a `Number` stand where a number stands that has changed before, but for arguments (see `argument`)."""
-        undo: list[Callable[[], None]] = []
-        try:
-            for path in self._numbers:
-                value = find(path, self._given)
-                if type(value) in (int, float) and path[-1][0] is not Step.LENGTH:
-                    with contextlib.suppress(AttributeError, TypeError):  # where nothing can be put, it stays as it is
-                        undo.append(put(path, self.ledger.leaf(value, path), self._given))
+        with self.placed.in_place(self._numbers, self._given):
             for kept in self.kept.values():  # the step has not begun: what it finds is what was there before
                 kept.before = content_of(kept.owner)
             yield
-        finally:
-            for put_back in reversed(undo):
-                put_back()
 
     @contextlib.contextmanager
     def symbolic(self, numbers: Iterable[Any]) -> Generator[None]:
@@ -562,10 +553,10 @@ class Recorder:
                 self.root(cell, name)
         return is_new is not None
 
-    def follow_all(self, value: Any) -> None:
-        """Follow the functions behind a method, a property, a partial or a decorator."""
-        for function in functions_in(value):
-            self.follow(function)
+    def follow_all(self, value: Any) -> bool:
+        """Follow the functions behind a method, a property, a partial or a decorator; whether there are some."""
+        followed = [self.follow(function) for function in functions_in(value)]
+        return any(followed)
 
     def follow_operators(self, owner: Any) -> None:
         """Follow what a class does when its objects are used: operators, `with`, iteration, calls."""

@@ -56,6 +56,11 @@ class Twins:
         """A tensor and its twin, whichever of them is given."""
         return self._by_id.get(id(tensor)) or self._by_real.get(id(tensor))
 
+    def twin_of(self, tensor: torch.Tensor) -> torch.Tensor:
+        """What stands for a tensor; itself if nothing does."""
+        known = self._by_real.get(id(tensor))
+        return tensor if known is None else known.twin
+
     def show_attributes(self) -> None:
         """Let each twin have the attributes that the user has given to its tensor."""
         for twin in self._by_id.values():
