@@ -431,7 +431,8 @@ def own_buffers(module: torch.nn.Module) -> dict[str, torch.Tensor | None]:
 
 def mark_stepped(optimizer: Optimizer) -> None:
     """Tell learning rate schedulers that the optimizer has stepped (or they warn); once, as guards notice writes."""
-    if vars(optimizer).get("_opt_called") is not True:
+    own = vars(optimizer)
+    if "step" in own and hasattr(own["step"], "_wrapped_by_lr_sched") and own.get("_opt_called") is not True:
         optimizer._opt_called = True  # pyright: ignore[reportAttributeAccessIssue]
 
 

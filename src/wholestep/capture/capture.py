@@ -67,16 +67,17 @@ class Capture:
     `bindings` says where each slot of the graph (and each result) lives; `any_incoming_grad` are parameters whose
     gradient before the call does not matter; `initial_state` is optimizer state the first run starts from; `stepped`
     are the optimizers whose `step()` the graph contains; `state` is what it leaves in their state besides tensors and
-    numbers; `written` the ids of the slots it writes to; `trail` says
-    which ops each call of a module made and where `pipe_split()` stood; `asked` are values that the step has looked
-    at; `recording` is the Python around the graph, which is checked and done again at each call. One that `is_blank`
-    has tensors without memory among its slots (`no_weights`) and cannot run.
+    numbers, `empty_states` for which parameters it asks for state and leaves it empty; `written` the ids of the slots
+    it writes to; `trail` says which ops each call of a module made and where `pipe_split()` stood; `asked` are values
+    that the step has looked at; `recording` is the Python around the graph, which is checked and done again at each
+    call. One that `is_blank` has tensors without memory among its slots (`no_weights`) and cannot run.
     """
 
     graph: StepGraph
     found: Reachable
     outputs: Template
     state: tuple[tuple[binding.StateOf, Template], ...]
+    empty_states: tuple[tuple[Optimizer, torch.Tensor], ...]
     recording: Recording
     bindings: dict[str, binding.Binding]
     any_incoming_grad: tuple[torch.Tensor, ...]
@@ -202,6 +203,7 @@ def _capture(call: _Call) -> Capture:
         found=call.found,
         outputs=result.outputs,
         state=tuple(result.state),
+        empty_states=tuple(call.session.empty_states),
         recording=_recording(call, result, graph),
         bindings=call.bindings,
         any_incoming_grad=indifferent,
@@ -539,14 +541,9 @@ def _accumulating(call: _Call, indifferent: tuple[torch.Tensor, ...]) -> frozens
 
 
 def _state_to_install(call: _Call) -> list[tuple[Optimizer, torch.Tensor, dict[str, Any]]]:
-    """Fresh optimizer state of the parameters that the step really updates; empty where it only asks for some."""
+    """Fresh optimizer state of the parameters that the step really updates."""
     session = call.session
-    empty = [
-        (optimizer, parameter, dict[str, Any]())
-        for optimizer, parameter in session.empty_states
-        if parameter not in optimizer.state
-    ]
-    return empty + [
+    return [
         (optimizer, parameter, entries)
         for name, optimizer in call.found.optimizers.items()
         for parameter, entries in call.states[name].items()

@@ -13,7 +13,7 @@ from wholestep.capture.record.places import find, is_open, is_plain
 from wholestep.capture.record.state import Kept, content_of
 from wholestep.runtime.guards import Call
 
-_DEEPEST = 4
+DEEPEST = 4
 
 
 class OwnObjects:
@@ -26,7 +26,7 @@ class OwnObjects:
     def look(self) -> dict[str, Any]:
         seen: dict[str, Any] = {}
         for change in self._recording.effects.changes:
-            seen |= dict(_values(change.name, find(change.path, self._call), _DEEPEST))
+            seen |= dict(values_in(change.name, find(change.path, self._call)))
         return seen
 
     def keep(self) -> Callable[[], None]:
@@ -42,7 +42,7 @@ class OwnObjects:
         return put_back
 
 
-def _values(name: str, value: Any, depth: int) -> Iterator[tuple[str, Any]]:
+def values_in(name: str, value: Any, depth: int = DEEPEST) -> Iterator[tuple[str, Any]]:
     """What an owner holds, by name: tensors and plain values as they are, other objects by their type."""
     if isinstance(value, torch.Tensor) or is_plain(value):
         yield name, value
@@ -53,4 +53,4 @@ def _values(name: str, value: Any, depth: int) -> Iterator[tuple[str, Any]]:
         namespace = getattr(value, "__dict__", {})
         parts = content if isinstance(content, dict) else dict(enumerate(content))
         for key, part in {**parts, **namespace}.items():
-            yield from _values(f"{name}.{key}", part, depth - 1)
+            yield from values_in(f"{name}.{key}", part, depth - 1)

@@ -123,6 +123,8 @@ class Specialization:
         recording = self.capture.recording
         filling = Filling(_distinct(outputs), call.leaves, recording.numbers, call)
         result = self.capture.outputs.fill(filling)
+        for optimizer, parameter in self.capture.empty_states:
+            optimizer.state[parameter]  # a defaultdict: to ask is to make
         for where, template in self.capture.state:
             where.write(template.fill(filling), call.leaves)
         if recording.effects:

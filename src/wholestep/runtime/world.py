@@ -17,6 +17,7 @@ from wholestep.capture import Capture, tree
 from wholestep.capture.binding import AtPlace, FixedTensor
 from wholestep.graph import SlotKind
 from wholestep.runtime.guards import Call
+from wholestep.runtime.own_objects import values_in
 
 
 class Outside(Protocol):
@@ -150,7 +151,9 @@ def _optimizer_values(capture: Capture) -> dict[str, Any]:
     for name, optimizer in capture.found.optimizers.items():
         for index, (parameter, entries) in enumerate(optimizer.state.items()):
             owner = names.get(id(parameter), f"{name}[{index}]")
-            seen |= {f"state.{owner}.{name}.{k}" if several else f"state.{owner}.{k}": v for k, v in entries.items()}
+            prefix = f"state.{owner}.{name}" if several else f"state.{owner}"
+            for key, value in entries.items():
+                seen |= dict(values_in(f"{prefix}.{key}", value))
     return seen
 
 
