@@ -314,6 +314,13 @@ def test_every_model_with_every_optimizer(case: str, optimizer: str) -> None:
     assert_one_capture(assert_ddp_parity(Training(case, optimizer), ALL | NONE | AUTO, plans=("both",), timeout_s=600))
 
 
+@pytest.mark.slow
+def test_an_optimizer_that_branches_on_its_step_count() -> None:
+    """RAdam changes its formula after some steps: on all ranks in the same call."""
+    outcomes = assert_ddp_parity(Training("mlp", "radam"), ALL | NONE | AUTO, plans=("both",), timeout_s=600)
+    assert all(number <= 2 for outcome in outcomes for number in outcome.num_captures.values())
+
+
 FULL_STEPS = ["clip_norm", "accumulate", "accumulate_clip", "autocast", "after_update"]
 # Torch warns of checkpoints that are reentrant where nothing requires a gradient, and warnings are errors here.
 WARNING_IN_EAGER = [("after_update", "checkpointed_reentrant")]
