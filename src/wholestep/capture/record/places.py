@@ -318,8 +318,14 @@ def same(left: Any, right: Any) -> bool:
         return True
     if type(left) is not type(right):
         return False
+    if isinstance(left, np.generic):
+        return left.dtype == right.dtype and left.tobytes() == right.tobytes()
     if isinstance(left, float):
         return (left == right and str(left) == str(right)) or (left != left and right != right)
+    if isinstance(left, complex):
+        return same(left.real, right.real) and same(left.imag, right.imag)
+    if isinstance(left, (slice, range)):  # ranges of the same numbers may still end elsewhere
+        return all(same(getattr(left, part), getattr(right, part)) for part in ("start", "stop", "step"))
     if isinstance(left, (tuple, torch.Size, frozenset)):  # sets that are equal may still differ in their order
         return len(left) == len(right) and all(map(same, left, right))
     return bool(left == right)
