@@ -47,3 +47,44 @@ def test_numbers_that_are_no_numbers_stay_the_same() -> None:
         changes=("C = np.float32('nan')", ""),
     )
     assert outcome_of(case).captures == 1
+
+
+# Arrays that are too large to be compared at each call
+
+LARGE = "A = np.ones(300_000, dtype=np.float32)\nI = np.array([0, 1])\nB = [0.0]\nK = {'a': A}\n"
+LARGE_READS = {
+    "mean": "A.mean()",
+    "sum": "np.sum(A)",
+    "take": "A.take(I).sum()",
+    "max": "A.max()",
+    "item": "A.item(0)",
+    "astype": "A.astype(np.float64)[0]",
+    "view": "A.T[0]",
+    "function of C": "np.dot(A, A)",
+    "in a list": "np.stack([A, A])[0, 0]",
+    "in a dict": "np.mean([*K.values()])",
+    "operator": "(A * 2)[0]",
+    "tensor": "torch.tensor(A)[0]",
+    "text": "len(f'{A}')",
+}
+
+
+@pytest.mark.sample(5)
+@pytest.mark.parametrize("read", LARGE_READS.values(), ids=LARGE_READS)
+def test_content_of_a_large_array_is_refused(read: str) -> None:
+    outcome_of(
+        Case("large", LARGE, loss=f"loss = loss * {read}", changes=("A[:] = 5", ""), refused="large NumPy array")
+    )
+
+
+def test_a_large_array_may_be_handed_on() -> None:
+    """Its shape is read, it is kept, and a tensor in its memory is an input like any other."""
+    body = "loss = loss + torch.from_numpy(A)[:3].sum() * len(A) / A.shape[0]"
+    case = Case(
+        "large",
+        LARGE,
+        loss=body,
+        after="B.append(A); B.insert(0, [A]); K.get('b', A)",
+        changes=("A[:2] = 5", "A[0] = 3"),
+    )
+    assert outcome_of(case).captures == 1

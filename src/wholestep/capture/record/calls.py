@@ -30,7 +30,7 @@ import torch
 from torch import nn
 
 from wholestep import _recording_torch
-from wholestep.capture.record import containers, numbers, outside, standins, tensors
+from wholestep.capture.record import containers, numbers, outside, standins, tensors, whole
 from wholestep.capture.record.caches import cached_call
 from wholestep.capture.record.places import CONTAINERS, Step, is_open, is_plain
 
@@ -289,7 +289,7 @@ def _builtin(recorder: Recorder, function: Any, args: tuple[Any, ...], kwargs: d
     if handler is not None:
         return handler(recorder, function, args, kwargs)
     if isinstance(owner, CONTAINERS) and not isinstance(owner, type):
-        _give(recorder, args, kwargs)
+        _give(recorder, args, kwargs, is_kept=function.__name__ in containers.KEEPING)
         containers.call_method(recorder, owner, function.__name__, args, kwargs)
         return function
     if isinstance(owner, type):
@@ -338,11 +338,13 @@ def _refuse_effects(recorder: Recorder, function: Any, module: types.ModuleType 
         recorder.refuse(f"calls {name}.{function.__name__}(), which cannot be followed", "Call it outside the step")
 
 
-def _give(recorder: Recorder, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Arguments of a call that cannot be followed: read whole, maybe written to, and called."""
+def _give(recorder: Recorder, args: tuple[Any, ...], kwargs: dict[str, Any], *, is_kept: bool = False) -> None:
+    """Arguments of a call that cannot be followed: read whole unless it only keeps them, maybe written to, and called."""
     for arg in (*args, *kwargs.values()):
         if is_plain(arg) or isinstance(arg, torch.Tensor):
             continue
+        if not is_kept:
+            whole.read_arrays(recorder, arg)
         recorder.follow_all(arg)
         if isinstance(arg, nn.Module):  # as `checkpoint(layer, x)` calls it
             if id(arg) in recorder.known_modules:
@@ -354,7 +356,7 @@ def _give(recorder: Recorder, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
             recorder.read_deep(arg)
             recorder.might_change(arg)
         elif type(arg) in (list, tuple):
-            _give(recorder, tuple(arg), {})
+            _give(recorder, tuple(arg), {}, is_kept=is_kept)
 
 
 def _with_numbers(recorder: Recorder, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -508,7 +510,7 @@ def _identity_of(recorder: Recorder, function: Any, args: tuple[Any, ...], _kwar
 
 def _for_real(recorder: Recorder, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """`torch.from_numpy`: a tensor in the array's own memory, which the trace must not stand in for."""
-    _give(recorder, args, kwargs)
+    _give(recorder, args, kwargs, is_kept=True)
 
     def call(*args: Any, **kwargs: Any) -> Any:
         with _recording_torch.untraced():

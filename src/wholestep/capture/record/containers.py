@@ -53,6 +53,11 @@ _READERS = frozenset(
     ]
 )
 
+KEEPING = frozenset(
+    ["append", "appendleft", "insert", "extend", "extendleft", "update", "setdefault", "pop", "get", "__setitem__"]
+)
+"""What these are given is put away, or handed out if nothing else is there: nobody looks at it."""
+
 
 def call_method(recorder: Recorder, owner: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """A method of a builtin container; one that may write is noted with what it is given."""

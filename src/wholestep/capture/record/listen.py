@@ -18,7 +18,7 @@ import numpy as np
 import torch
 
 from wholestep import _recording_torch
-from wholestep.capture.record import net, reads, standins, tensors
+from wholestep.capture.record import net, reads, standins, tensors, whole
 from wholestep.capture.record.calls import choose
 from wholestep.capture.record.follow import Followers
 from wholestep.capture.record.instrument import Hooks, Instrumenter
@@ -154,6 +154,7 @@ def _operands(recorder: Recorder, left: Any, right: Any) -> None:
             recorder.refuse("computes with an array that it has drawn", "Draw with torch, or outside the step")
         if isinstance(owner, (*CONTAINERS, np.ndarray)):
             recorder.read_deep(owner)
+            whole.read_arrays(recorder, owner)
         elif type(owner).__eq__ is object.__eq__:  # which asks for the object itself
             recorder.identify(owner)
 
@@ -197,6 +198,7 @@ def _identity(recorder: Recorder, left: Any, right: Any) -> None:
 def _formatted(recorder: Recorder, value: Any) -> None:
     recorder.follow_operators(value)
     recorder.read_deep(value)
+    whole.read_arrays(recorder, value)
 
 
 @_hook(0)

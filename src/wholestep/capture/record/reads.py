@@ -49,6 +49,8 @@ _NAMED_PART: type = type(vars(functools._CacheInfo)["hits"])  # pyright: ignore[
 
 
 _OF_FUNCTIONS = ("__defaults__", "__kwdefaults__", "__name__", "__qualname__", "__module__", "__doc__")
+_ABOUT_ARRAYS = ("shape", "dtype", "ndim", "size", "itemsize", "nbytes", "strides", "flags")
+"""What an array tells without its content; the others are views of it."""
 
 
 def find_attribute(recorder: Recorder, owner: Any, name: str, place: Place | None) -> None:
@@ -73,6 +75,8 @@ def find_attribute(recorder: Recorder, owner: Any, name: str, place: Place | Non
             # Of C: a part of a container, or something about an object that only C knows.
             if isinstance(owner, CONTAINERS):
                 recorder.read_all(owner)
+            if isinstance(owner, np.ndarray) and name not in _ABOUT_ARRAYS:
+                recorder.expect_content(owner)
             refuse_hidden_state(recorder, owner)
         return
     if member is not ABSENT and hasattr(type(member), "__get__"):

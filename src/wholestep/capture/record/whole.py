@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from wholestep.capture.record.places import CONTAINERS, Expectation, Step, is_open, slot_names, take
+from wholestep.capture.record.places import CONTAINERS, Expectation, Step, is_open, is_plain, slot_names, take
 
 if TYPE_CHECKING:
     from wholestep.capture.record.recorder import Recorder
@@ -56,6 +56,27 @@ def _parts(recorder: Recorder, owner: Any) -> Iterator[Any]:
         value = take(owner, Step.ATTRIBUTE, name)
         recorder.note(owner, Step.ATTRIBUTE, name, value)
         yield value
+
+
+def expect_content(recorder: Recorder, array: np.ndarray[Any, Any]) -> None:
+    place = recorder.place_of(array)
+    if place is None or place.expectation is not Expectation.SAME:
+        return
+    if array.dtype == object:
+        recorder.refuse("reads a NumPy array of objects from outside", "Keep them in a list")
+    recorder.refuse("reads a large NumPy array from outside", "Pass it to the step as a tensor")
+
+
+def read_arrays(recorder: Recorder, given: Any) -> None:
+    """Note the content of arrays that code of C is given, be it in containers; attributes it would have to ask for."""
+    pending, seen = [given], set[int]()
+    while pending:
+        part = pending.pop()
+        if isinstance(part, np.ndarray):
+            recorder.expect_content(part)
+        elif isinstance(part, CONTAINERS) and id(part) not in seen and not is_plain(part):
+            seen.add(id(part))
+            pending += part.values() if isinstance(part, dict) else part
 
 
 def keep(recorder: Recorder, owner: Any) -> None:
