@@ -88,3 +88,28 @@ def test_a_large_array_may_be_handed_on() -> None:
         changes=("A[:2] = 5", "A[0] = 3"),
     )
     assert outcome_of(case).captures == 1
+
+
+# Variables of the context
+
+SCALED = """
+import contextlib
+import contextvars
+V = contextvars.ContextVar("V", default=1.0)
+@contextlib.contextmanager
+def scaled(value):
+    token = V.set(value)
+    try: yield token
+    finally: V.reset(token)
+"""
+VARIABLES = [
+    Case("reset", SCALED, loss="with scaled(2.0): loss = loss * V.get()\nloss = loss * V.get()", changes=("V.set(3.0)", "V.set(5.0)")),
+    Case("nested", SCALED, loss="with scaled(2.0), scaled(4.0): loss = loss * V.get()\nloss = loss * V.get()", changes=("V.set(3.0)", "V.set(5.0)")),
+    Case("old value", SCALED, loss="with scaled(7.0) as t: loss = loss * (1.0 if t.old_value is t.MISSING else t.old_value)", changes=("V.set(3.0)", "V.set(5.0)")),
+    Case("left set", SCALED, loss="loss = loss * V.get()\nV.set(2.0)\nloss = loss * V.get()", changes=("V.set(3.0)", "V.set(5.0)")),
+]  # fmt: skip
+
+
+@all_of(VARIABLES)
+def test_a_variable_of_the_context_that_is_set_and_reset(case: Case) -> None:
+    outcome_of(case)

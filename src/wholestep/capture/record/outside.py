@@ -17,7 +17,7 @@ import threading
 import types
 import warnings
 from collections.abc import Callable, Iterator
-from contextvars import ContextVar
+from contextvars import ContextVar, Token
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -28,7 +28,7 @@ from wholestep import _recording_torch
 from wholestep.capture import source
 from wholestep.capture.record import numbers
 from wholestep.capture.record.follow import is_followed_file
-from wholestep.capture.record.places import CONTAINERS, Step, is_plain, slot_names, take
+from wholestep.capture.record.places import ABSENT, CONTAINERS, Step, is_plain, slot_names, take
 from wholestep.errors import CaptureError
 
 if TYPE_CHECKING:
@@ -361,6 +361,14 @@ def _context_variable(recorder: Recorder, method: Any, _args: tuple[Any, ...], _
     else:
         recorder.about_to_change(method.__self__)
     return method
+
+
+def read_replaced(recorder: Recorder, token: Token[Any]) -> None:
+    """`token.old_value`: what a context variable held before it was set, in the step or before."""
+    kept = recorder.kept.get(id(token.var))
+    old = ABSENT if token.old_value is Token.MISSING else token.old_value
+    if kept is not None and kept.is_as_before(old):
+        recorder.note(token.var, Step.CELL, None, old)
 
 
 def _generator(recorder: Recorder, method: Any, _args: tuple[Any, ...], _kwargs: dict[str, Any]) -> Any:

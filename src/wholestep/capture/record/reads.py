@@ -6,6 +6,7 @@ import collections
 import functools
 import sys
 from collections.abc import Iterable
+from contextvars import Token
 from types import FunctionType, MemberDescriptorType, MethodType, ModuleType
 from typing import TYPE_CHECKING, Any
 
@@ -13,7 +14,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from wholestep.capture.record import standins, tensors
+from wholestep.capture.record import outside, standins, tensors
 from wholestep.capture.record.follow import is_followed_file
 from wholestep.capture.record.places import ABSENT, CONTAINERS, HEAP_TYPE, Place, Step, has_hidden_state, take
 
@@ -77,6 +78,8 @@ def find_attribute(recorder: Recorder, owner: Any, name: str, place: Place | Non
                 recorder.read_all(owner)
             if isinstance(owner, np.ndarray) and name not in _ABOUT_ARRAYS:
                 recorder.expect_content(owner)
+            if isinstance(owner, Token):
+                outside.read_replaced(recorder, owner)
             refuse_hidden_state(recorder, owner)
         return
     if member is not ABSENT and hasattr(type(member), "__get__"):

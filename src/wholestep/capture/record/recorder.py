@@ -319,8 +319,9 @@ class Recorder:
 
     def read_cell(self, cell: CellType | ContextVar[Any]) -> None:
         """A variable of a closure or of the context."""
-        if id(cell) not in self.kept:
-            self.note(cell, Step.CELL, None, take(cell, Step.CELL, None))
+        value, kept = take(cell, Step.CELL, None), self.kept.get(id(cell))
+        if kept is None or kept.is_as_before(value):  # `ContextVar.reset` puts back what was there
+            self.note(cell, Step.CELL, None, value)
 
     def read_defaults(self, function: FunctionType) -> None:
         """Default values of a function's arguments."""

@@ -79,6 +79,10 @@ class Kept:
         else:
             _restore_attributes(owner, before)
 
+    def is_as_before(self, value: Any) -> bool:
+        """Whether the content of a cell or context variable is what it was before the step wrote to it."""
+        return value is self.before or (value is ABSENT and self.before is _EMPTY)
+
     @property
     def was_written(self) -> bool:
         """Whether something was done to the owner, whatever came of it."""
