@@ -3,11 +3,14 @@
 
 from __future__ import annotations
 
+import functools
+
 import pytest
-from tests.unit.capture.test_unseen import Case
+from tests.unit.capture.test_unseen import STATE, Case
 from tests.worlds import Outcome, run
 
 import wholestep
+from wholestep.capture.record.places import slot_names
 
 
 def outcome_of(case: Case) -> Outcome:
@@ -113,3 +116,63 @@ VARIABLES = [
 @all_of(VARIABLES)
 def test_a_variable_of_the_context_that_is_set_and_reset(case: Case) -> None:
     outcome_of(case)
+
+
+# Weak references to methods
+
+CALLBACKS = """
+import weakref
+class Callback:
+    n = 0
+    def on_step(self, loss): self.n += 1; self.last = loss
+CB, OTHER = Callback(), Callback()
+REFS = [weakref.WeakMethod(CB.on_step)]
+"""
+
+
+def test_a_weak_method_leads_to_its_object() -> None:
+    changes = ("REFS.append(weakref.WeakMethod(OTHER.on_step))", "REFS[0] = weakref.WeakMethod(OTHER.on_step)")
+    outcome_of(Case("weak method", CALLBACKS, after="for ref in REFS: ref()(loss.detach())", changes=changes))
+
+
+# Attributes that are set in roundabout ways
+
+COUNTED = "class C: n = 0\n"
+ROUNDABOUT = [
+    Case("type.__setattr__", COUNTED, after="type.__setattr__(C, 'n', C.n + 1)", changes=("C.n = 10", "")),
+    Case("type.__delattr__", COUNTED, after="C.k = 1; type.__delattr__(C, 'k'); type.__delattr__(C, 'n'); C.n = 2"),
+    Case("type.__getattribute__", COUNTED, loss="loss = loss * (1 + type.__getattribute__(C, 'n'))", changes=("C.n = 1", "C.n = 2")),
+    Case("object.__delattr__", STATE, after="k.m = 1; object.__delattr__(k, 'm'); object.__delattr__(k, 'n'); k.n = 2"),
+]  # fmt: skip
+
+
+@all_of(ROUNDABOUT)
+def test_attributes_that_are_set_and_read_by_the_methods_for_it(case: Case) -> None:
+    outcome_of(case)
+
+
+# Objects of C
+
+DATED = "import datetime, decimal\nC = {'a': decimal.Decimal('0.5'), 'b': datetime.date(2026, 1, 1)}\n"
+MADE_ANEW = "C['a'] = decimal.Decimal('0.5'); C['b'] = datetime.date(2026, 1, 1)"
+
+
+def test_values_of_c_that_are_made_anew_are_the_same() -> None:
+    read = "loss = loss * float(C['a']) * (1 + C['b'].day)"
+    assert outcome_of(Case("anew", DATED, loss=read, changes=(MADE_ANEW, MADE_ANEW))).captures == 1
+
+
+def test_values_of_c_that_are_written_otherwise_are_others() -> None:
+    read = "loss = loss * len(str(C['a'])) * (1 + C['b'].day)"
+    changes = ("C['a'] = decimal.Decimal('0.50')", "C['b'] = datetime.date(2026, 1, 2)")
+    assert outcome_of(Case("otherwise", DATED, loss=read, changes=changes)).captures == 3
+
+
+def test_the_layout_of_objects_of_c_is_not_read() -> None:
+    assert not [name for name in slot_names(functools.partial) if name.startswith("__")]
+
+
+def test_a_file_in_memory_is_refused_as_one() -> None:
+    outcome_of(
+        Case("file", "import io\nB = io.StringIO()\n", after="B.write('x')", refused="writes a file (a StringIO)")
+    )

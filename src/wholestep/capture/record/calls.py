@@ -148,7 +148,10 @@ def choose(recorder: Recorder, function: Any, args: tuple[Any, ...], kwargs: dic
     if kind is functools._lru_cache_wrapper:  # pyright: ignore[reportPrivateUsage]
         return cached_call(recorder, function)
     if isinstance(function, weakref.ref):
-        recorder.note(function, Step.CALL, ((), ()), function())
+        found = function()
+        recorder.note(function, Step.CALL, ((), ()), found)
+        if type(found) is types.MethodType:  # of `WeakMethod`, which makes a new one each time
+            recorder.read_bound(found)
         return function
     recorder.follow_operators(function)
     recorder.follow_all(vars(kind).get("__call__"))
@@ -565,7 +568,11 @@ BUILTINS: dict[Any, Handler] = {
     setattr: _setattr,
     delattr: _setattr,
     object.__setattr__: _setattr,
+    object.__delattr__: _setattr,
+    type.__setattr__: _setattr,
+    type.__delattr__: _setattr,
     object.__getattribute__: _find,
+    type.__getattribute__: _getattr,
     len: _len,
     min: _pick(torch.sym_min),
     max: _pick(torch.sym_max),

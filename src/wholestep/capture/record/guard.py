@@ -25,6 +25,7 @@ from wholestep.capture.record.places import (
     Place,
     Step,
     equal_arrays,
+    is_made_anew,
     same,
     take,
 )
@@ -142,7 +143,8 @@ class ReadGuard:
         if expected is Expectation.VALUE:
             return same(place.value, value)
         if expected is Expectation.SAME:
-            return value is place.value and type(value) is place.kind
+            is_alike = value is place.value or is_made_anew(place.value, value)
+            return is_alike and type(value) is place.kind
         if expected in (Expectation.OPEN, Expectation.NUMBER):
             return type(value) is place.kind
         if expected is Expectation.TENSOR:

@@ -19,6 +19,8 @@ What is expected at a place depends on what was found there (`expectation`):
 from __future__ import annotations
 
 import collections
+import datetime
+import decimal
 import enum
 import functools
 import types
@@ -331,6 +333,14 @@ def same(left: Any, right: Any) -> bool:
     return bool(left == right)
 
 
+_NEVER_CHANGING = frozenset([decimal.Decimal, datetime.date, datetime.datetime, datetime.time, datetime.timedelta])
+
+
+def is_made_anew(left: Any, right: Any) -> bool:
+    """Whether two objects of C that never change are alike in every respect: `Decimal("0.5")`, but not `Decimal("0.50")`."""
+    return type(left) is type(right) and type(left) in _NEVER_CHANGING and repr(left) == repr(right)
+
+
 def equal_arrays(left: Any, right: Any) -> bool:
     """Whether two arrays have the same type and content."""
     is_alike = type(left) is type(right) and left.dtype == right.dtype and left.shape == right.shape
@@ -338,10 +348,13 @@ def equal_arrays(left: Any, right: Any) -> bool:
 
 
 def slot_names(cls: type) -> Iterator[str]:
-    """Names of all `__slots__` of a class that hold values."""
+    """Names of all `__slots__` of a class that hold values, and of what classes of C show like them."""
     for base in cls.__mro__:
+        if not base.__flags__ & HEAP_TYPE:
+            continue
         for name, member in vars(base).items():
-            if type(member) is types.MemberDescriptorType and base.__flags__ & HEAP_TYPE:
+            is_layout = name.startswith("__") and "__slots__" not in vars(base)  # as `__vectorcalloffset__`: raw memory
+            if type(member) is types.MemberDescriptorType and not is_layout:
                 yield name
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import functools
+import io
 import sys
 from collections.abc import Iterable
 from contextvars import Token
@@ -305,6 +306,8 @@ def read_through(recorder: Recorder, owner: Any) -> None:
 
 def refuse_iterator(recorder: Recorder, owner: Any) -> None:
     """Taking an item from an iterator of C's changes it where nobody can see or undo it."""
+    if isinstance(owner, io.IOBase) and recorder.place_of(owner) is not None:
+        recorder.refuse(f"reads or writes a file (a {type(owner).__name__})", "Read and write files outside the step")
     taker = getattr(type(owner), "__next__", None)
     if taker is not None and not isinstance(taker, FunctionType) and recorder.place_of(owner) is not None:
         recorder.refuse(
