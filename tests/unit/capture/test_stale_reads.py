@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import functools
+import sys
 
 import pytest
 from tests.unit.capture.test_unseen import STATE, Case
@@ -176,3 +177,122 @@ def test_a_file_in_memory_is_refused_as_one() -> None:
     outcome_of(
         Case("file", "import io\nB = io.StringIO()\n", after="B.write('x')", refused="writes a file (a StringIO)")
     )
+
+
+# Code and classes that are exchanged in place, as tools that reload edited modules do
+
+SCALES = "def scale(v): return v * 2\nclass S:\n    def twice(self, v): return v * 2\ns = S()\n"
+BASES = "class A:\n    w = 1.0\nclass B:\n    w = 5.0\nclass C(A): pass\nclass D(C): pass\nk = D()\n"
+RELOADED = [
+    Case("function", SCALES, loss="loss = scale(loss)", changes=("scale.__code__ = (lambda v: v * 5).__code__", "scale.__code__ = (lambda v: v * 7).__code__")),
+    Case("method", SCALES, loss="loss = s.twice(loss)", changes=("S.twice.__code__ = (lambda self, v: v * 5).__code__", "")),
+    Case("bases", BASES, loss="loss = loss * k.w", changes=("C.__bases__ = (B,)", "C.__bases__ = (A,)")),
+    Case("bases of a class", BASES, loss="loss = loss * C.w", changes=("C.__bases__ = (B,)", "")),
+]  # fmt: skip
+
+
+@all_of(RELOADED)
+def test_what_is_exchanged_in_place_is_noticed(case: Case) -> None:
+    assert outcome_of(case).captures >= 2
+
+
+@pytest.mark.parametrize("write", ["C.__bases__ = (B,)", "k.__class__ = C", "k.__dict__ = {}"])
+def test_what_makes_an_object_another_one_is_refused_in_the_step(write: str) -> None:
+    outcome_of(Case("write", BASES, after=write, refused="from outside"))
+
+
+# What `vars` gives of a class
+
+CFG = """
+import inspect
+class Base:
+    other = 2.0
+class CFG(Base):
+    scale = 1.0
+cfg = CFG()
+VIEW = types.MappingProxyType(TABLE := {"scale": 1.0})
+"""
+SET, ADDED = "CFG.scale = TABLE['scale'] = 3.0", "CFG.k = TABLE['k'] = 1.0"
+VIEWS = {
+    "vars": "vars(CFG)['scale']",
+    "__dict__": "CFG.__dict__['scale']",
+    "get": "CFG.__dict__.get('scale') + vars(CFG).get('k', 5.0)",
+    "in": "(vars(CFG)['scale'] if 'k' in vars(CFG) else 7.0)",
+    "items": "sum(v for k, v in vars(CFG).items() if k[0] != '_')",
+    "keys": "len([k for k in vars(CFG)])",
+    "values": "len(CFG.__dict__.values())",
+    "dict": "dict(vars(CFG))['scale']",
+    "unpacked": "{**vars(CFG)}['scale']",
+    "len": "len(vars(CFG))",
+    "of a dict": "VIEW['scale'] * len(VIEW)",
+    "made of a dict": "types.MappingProxyType(TABLE).get('scale')",
+    "dir": "len(dir(CFG))",
+    "dir of an object": "len([name for name in dir(cfg) if name[0] != '_'])",
+    "getmembers": "dict(inspect.getmembers(CFG))['scale']",
+    "getmembers of an object": "dict(inspect.getmembers(cfg))['scale']",
+}
+
+
+@pytest.mark.sample(8)
+@pytest.mark.parametrize("read", VIEWS.values(), ids=VIEWS)
+def test_members_of_a_class_that_are_read_through_a_view(read: str) -> None:
+    if read.startswith("VIEW") and sys.version_info < (3, 12):
+        outcome_of(Case("view", CFG, loss=f"loss = loss * {read}", refused="mappingproxy"))
+        return
+    assert outcome_of(Case("view", CFG, loss=f"loss = loss * {read}", changes=(SET, ADDED))).captures <= 3
+
+
+# Descriptors of Python's library, protocols
+
+DESCRIPTORS = """
+class T:
+    def act(self, k): return k
+    with_two = functools.partialmethod(act, 2.0)
+    @functools.singledispatchmethod
+    def f(self, v): return 2.0
+    @functools.cached_property
+    def kept(self): return 2.0
+t = T()
+"""
+OF_LIBRARY = [
+    Case("partialmethod", DESCRIPTORS, loss="loss = loss * t.with_two()", changes=("T.with_two = functools.partialmethod(T.act, 5.0)", "T.with_two = functools.partialmethod(lambda self, k: k * 3, 5.0)")),
+    Case("singledispatchmethod", DESCRIPTORS, loss="loss = loss * t.f(1)", changes=("T.__dict__['f'].register(int, lambda self, v: 7.0)", "T.__dict__['f'].register(int, lambda self, v: 9.0)")),
+    Case("cached_property", DESCRIPTORS, loss="loss = loss * t.kept", changes=("t = T(); t.__class__.kept = functools.cached_property(lambda self: 4.0); T.kept.attrname = 'kept'", "")),
+]  # fmt: skip
+PROTOCOL = """
+from typing import Any, Protocol, runtime_checkable
+@runtime_checkable
+class HasGain(Protocol):
+    def gain(self): ...
+@runtime_checkable
+class HasScale(Protocol):
+    scale: Any
+class C: pass
+c = C()
+"""
+PROTOCOLS = [
+    Case("method", PROTOCOL, loss="loss = loss * (2.0 if isinstance(c, HasGain) else 1.0)", changes=("c.gain = lambda: 1", "del c.gain; C.gain = lambda self: 1")),
+    Case("among others", PROTOCOL, loss="loss = loss * (2.0 if isinstance(c, (int, HasScale)) else 1.0)", changes=("c.scale = 1", "del c.scale")),
+    Case("union", PROTOCOL, loss="loss = loss * (2.0 if isinstance(c, HasGain | HasScale) else 1.0)", changes=("c.scale = 1", "del c.scale")),
+]  # fmt: skip
+
+
+@all_of(OF_LIBRARY + PROTOCOLS)
+def test_descriptors_and_protocols_of_the_library(case: Case) -> None:
+    assert outcome_of(case).captures >= 2
+
+
+# Sets, and dicts with objects for keys
+
+MEMBERS = "class K:\n    def __init__(self, w): self.w = w\na, b = K(1.0), K(2.0)\nS, D = {a}, {a: 1.0}\n"
+OBJECTS = [
+    Case("attribute of a member", MEMBERS, loss="for k in S: loss = loss * k.w", changes=("a.w = 3.0", "a.w = 5.0")),
+    Case("another member", MEMBERS, loss="for k in S: loss = loss * k.w", changes=("S.clear(); S.add(b)", "S.add(a); S.discard(b)")),
+    Case("one more key", MEMBERS, loss="loss = loss * len([k for k in D])", changes=("D[b] = 1.0", "")),
+    Case("attribute of a key", MEMBERS, loss="for k in D: loss = loss * k.w", changes=("a.w = 3.0", "D.clear(); D[b] = 1.0")),
+]  # fmt: skip
+
+
+@all_of(OBJECTS)
+def test_objects_in_sets_and_keys_are_read(case: Case) -> None:
+    assert outcome_of(case).captures >= 2

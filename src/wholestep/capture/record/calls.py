@@ -21,6 +21,7 @@ import math
 import operator
 import sys
 import types
+import typing
 import weakref
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
@@ -29,8 +30,8 @@ import numpy as np
 import torch
 from torch import nn
 
-from wholestep import _recording_torch
-from wholestep.capture.record import containers, numbers, outside, standins, tensors, whole
+from wholestep import _recording_torch, _torch
+from wholestep.capture.record import c_modules, classes, containers, numbers, outside, standins, tensors, whole
 from wholestep.capture.record.caches import cached_call
 from wholestep.capture.record.places import CONTAINERS, Step, is_open, is_plain
 
@@ -46,54 +47,6 @@ _C_CALLABLES = (
     types.WrapperDescriptorType,
     types.ClassMethodDescriptorType,
 )
-# Functions of these modules depend on nothing but what they are given.
-_PURE_MODULES = frozenset(
-    [
-        "builtins",
-        "math",
-        "cmath",
-        "_operator",
-        "operator",
-        "itertools",
-        "_functools",
-        "_collections",
-        "_abc",
-        "_struct",
-        "_json",
-        "_sre",
-        "_heapq",
-        "_bisect",
-        "_weakref",
-        "_thread",
-        "_warnings",
-        "numpy",
-        "torch",
-        "_statistics",
-        "_string",
-        "_datetime",
-        "array",
-        "binascii",
-        "zlib",
-        "_codecs",
-        "unicodedata",
-        "_typing",
-        "_contextvars",
-        "copyreg",
-        "_signal",
-        "errno",
-        "marshal",
-        "_imp",
-        "_ast",
-        "_symtable",
-    ]
-)
-_CLOCKS = ("time",)
-# What these tell about the process, or do to it, but for what a step may ask and do unseen.
-_PROCESS = {
-    "sys": frozenset(["intern", "getsizeof", "exc_info", "exception", "_getframe", "audit", "is_finalizing"]),
-    "gc": frozenset(["collect"]),
-}
-
 # What these make keeps numbers, or computes with them as Python does.
 _HOLDING = frozenset(["builtins", "itertools", "functools", "_functools", "operator", "_operator"]) | {
     "collections",
@@ -206,6 +159,8 @@ def _python(recorder: Recorder, function: types.FunctionType, args: tuple[Any, .
         return function
     wraps_followed = recorder.follow_all(function)
     _give(recorder, args, kwargs)
+    if function.__module__ == "inspect" and args:
+        classes.read_reflected(recorder, args[0])
     if not wraps_followed and any(type(arg) is numbers.Number for arg in (*args, *kwargs.values())):
         return _with_numbers(recorder, function, args, kwargs)
     return functools.partial(_finding, recorder, function) if function.__module__ in _FINDERS else function
@@ -281,7 +236,7 @@ def _builtin(recorder: Recorder, function: Any, args: tuple[Any, ...], kwargs: d
         return handler(recorder, function, args, kwargs)
     owner = getattr(function, "__self__", None)
     if owner is None or isinstance(owner, types.ModuleType):
-        _refuse_effects(recorder, function, owner)
+        c_modules.refuse_effects(recorder, function, owner)
         _give(recorder, args, kwargs)
         return function
     recorder.read_bound(function)
@@ -294,6 +249,9 @@ def _builtin(recorder: Recorder, function: Any, args: tuple[Any, ...], kwargs: d
     if isinstance(owner, CONTAINERS) and not isinstance(owner, type):
         _give(recorder, args, kwargs, is_kept=function.__name__ in containers.KEEPING)
         containers.call_method(recorder, owner, function.__name__, args, kwargs)
+        return function
+    if isinstance(owner, types.MappingProxyType):
+        classes.read_view(recorder, owner, args[:1] if function.__name__ in ("get", "__getitem__") else None)
         return function
     if isinstance(owner, type):
         recorder.follow_class(owner)
@@ -325,24 +283,8 @@ def _object_method(recorder: Recorder, owner: Any, function: Any, args: tuple[An
     return function
 
 
-def _refuse_effects(recorder: Recorder, function: Any, module: types.ModuleType | None) -> None:
-    """C functions that look at the world, or that nobody knows."""
-    name = str(getattr(function, "__module__", None) or (module.__name__ if module else "builtins"))
-    root = name.split(".")[0]
-    if root in _CLOCKS:
-        recorder.refuse(
-            f"asks the clock ({name}.{function.__name__})", "Measure time outside the step: it returns before it ran"
-        )
-    if root in _PROCESS and function.__name__ in _PROCESS[root]:
-        return
-    if root not in _PURE_MODULES and isinstance(function, types.BuiltinFunctionType):
-        if name in ("posix", "nt") and function.__name__ in ("fspath", "getpid"):
-            return
-        recorder.refuse(f"calls {name}.{function.__name__}(), which cannot be followed", "Call it outside the step")
-
-
 def _give(recorder: Recorder, args: tuple[Any, ...], kwargs: dict[str, Any], *, is_kept: bool = False) -> None:
-    """Arguments of a call that cannot be followed: read whole unless it only keeps them, maybe written to, and called."""
+    """Arguments of a call that cannot be followed: read whole, maybe written to, and called; or only kept."""
     for arg in (*args, *kwargs.values()):
         if is_plain(arg) or isinstance(arg, torch.Tensor):
             continue
@@ -353,7 +295,9 @@ def _give(recorder: Recorder, args: tuple[Any, ...], kwargs: dict[str, Any], *, 
             if id(arg) in recorder.known_modules:
                 recorder.enter_module(arg)
         elif isinstance(arg, type):
-            recorder.read_class(arg)
+            classes.read_plain(recorder, arg)
+        elif isinstance(arg, types.MappingProxyType):
+            classes.read_view(recorder, arg)
         elif recorder.place_of(arg) is not None:
             recorder.refuse_iterator(arg)
             recorder.read_deep(arg)
@@ -440,6 +384,9 @@ def _setattr(recorder: Recorder, function: Any, args: tuple[Any, ...], _kwargs: 
 
 def _len(recorder: Recorder, function: Any, args: tuple[Any, ...], _kwargs: dict[str, Any]) -> Any:
     owner = args[0]
+    if isinstance(owner, types.MappingProxyType):
+        classes.read_view(recorder, owner)
+        return function
     if recorder.place_of(owner) is None or not isinstance(owner, (*CONTAINERS, np.ndarray)):
         recorder.follow_operators(owner)
         return function
@@ -495,6 +442,12 @@ def _vars(recorder: Recorder, function: Any, args: tuple[Any, ...], _kwargs: dic
     return function
 
 
+def _dir(recorder: Recorder, function: Any, args: tuple[Any, ...], _kwargs: dict[str, Any]) -> Any:
+    if args:
+        classes.read_names(recorder, args[0])
+    return function
+
+
 def _globals(recorder: Recorder, function: Any, _args: tuple[Any, ...], _kwargs: dict[str, Any]) -> Any:
     recorder.root_globals()
     return function
@@ -522,6 +475,16 @@ def _for_real(recorder: Recorder, function: Any, args: tuple[Any, ...], kwargs: 
     return call
 
 
+def _copied(recorder: Recorder, method: Any, args: tuple[Any, ...], _kwargs: dict[str, Any]) -> Any:
+    """`copy.deepcopy` of a tensor, which copies memory that is not there while the step is traced."""
+    if _torch.is_traced(args[0] if isinstance(method, types.FunctionType) else method.__self__):
+        recorder.refuse(
+            "copies a tensor with copy.deepcopy()",
+            "Use clone(), as in {name: value.clone() for name, value in model.state_dict().items()}",
+        )
+    return method
+
+
 def _type(recorder: Recorder, function: Any, args: tuple[Any, ...], _kwargs: dict[str, Any]) -> Any:
     return functools.partial(standins.type_of, recorder) if len(args) == 1 else function
 
@@ -529,6 +492,9 @@ def _type(recorder: Recorder, function: Any, args: tuple[Any, ...], _kwargs: dic
 def _isinstance(recorder: Recorder, function: Any, args: tuple[Any, ...], _kwargs: dict[str, Any]) -> Any:
     if standins.is_number(args[0]):
         return functools.partial(standins.is_instance, recorder)
+    for cls in args[1] if isinstance(args[1], tuple) else typing.get_args(args[1]) or (args[1],):
+        if getattr(cls, "_is_protocol", False):
+            classes.read_protocol(recorder, args[0], cls)
     if recorder.place_of(args[0]) is not None and type(args[1]) is abc.ABCMeta:  # to which classes may be added
         return lambda *args: recorder.asked_again(function, args)
     return function
@@ -577,11 +543,14 @@ BUILTINS: dict[Any, Handler] = {
     min: _pick(torch.sym_min),
     max: _pick(torch.sym_max),
     vars: _vars,
+    dir: _dir,
     globals: _globals,
     next: _next,
     id: _identity_of,
     hash: _identity_of,
     torch.from_numpy: _for_real,
+    torch.Tensor.__deepcopy__: _copied,
+    nn.Parameter.__deepcopy__: _copied,
     nn.Module.train: _train,
     nn.Module.eval: _train,
     isinstance: _isinstance,

@@ -61,6 +61,12 @@ def is_followed_file(filename: str) -> bool:
     return known
 
 
+@functools.cache
+def is_of_torch(filename: str) -> bool:
+    """Whether a file is one of torch's, whose functions nobody edits while they run."""
+    return source.path_of(filename).startswith(source.TORCH_ROOT + os.sep)
+
+
 def _decide(filename: str) -> bool:
     path = source.path_of(filename)
     if path.startswith(source.TORCH_ROOT + os.sep):
@@ -99,6 +105,10 @@ class Followers:
         self._codes[function] = code
         function.__code__ = instrumented
         return True
+
+    def code_of(self, function: FunctionType) -> CodeType:
+        """The own code of a function that is followed."""
+        return self._codes[function]
 
     def is_followed(self, code: CodeType) -> bool:
         """Whether running code tells, or need not."""

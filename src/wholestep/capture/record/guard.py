@@ -17,6 +17,7 @@ import torch
 
 from wholestep import _recording_torch
 from wholestep._recording_torch import class_namespace, dict_version, has_plain_namespace, tensor_types, unwritten
+from wholestep.capture.record.follow import Followers
 from wholestep.capture.record.numbers import value_of
 from wholestep.capture.record.places import (
     ARGUMENTS,
@@ -31,6 +32,8 @@ from wholestep.capture.record.places import (
 )
 
 _EXACT = (dict, list, tuple)
+_SHARED = ("__code__", "__mro__")
+"""What is asked of all functions and of all classes at once."""
 _UNSEEN = object()
 """In place of an object among the arguments that nobody has kept: nothing is it."""
 
@@ -60,6 +63,8 @@ class ReadGuard:
         self._quiet: Callable[[Any], bool] | None = None
         self._num_quiet = 0
         self._names: dict[str, Any] = {}
+        shared = ((name, [p for p in self._places if _is_shared(p) and p.key == name]) for name in _SHARED)
+        self._shared = {name: places for name, places in shared if places}
         self._numbers = {place: index for index, place in enumerate(self._places)}
 
     @property
@@ -76,7 +81,7 @@ class ReadGuard:
         """None if the call fits."""
         if self._fast is None:
             terms = [term for place in self._places for term in self._terms_of(place)]
-            self._fast = self._generated(["[*map(type, objects)] == classes", "have_types(*tensors)", *terms])
+            self._fast = self._generated(["[*map(type, objects)] == classes", *terms])
         try:
             if self._quiet is not None and self._quiet(call):
                 return None
@@ -128,11 +133,12 @@ class ReadGuard:
         return None
 
     def _merged(self, now: dict[Place, Any]) -> tuple[Place, Place] | None:
-        """Two places of different objects that hold one now, to which the step writes."""
+        """Two places of different objects that hold one now, which the step writes to or has told apart."""
         seen: dict[int, Place] = {}
         for place in self._objects:
             other = seen.setdefault(id(now[place]), place)
-            if (place.is_written or other.is_written) and other is not place:
+            matters = place.is_written or other.is_written or (place.is_told_apart and other.is_told_apart)
+            if matters and other is not place:
                 was_one = place.value is not None and place.value is other.value
                 if not was_one:
                     return other, place
@@ -143,7 +149,7 @@ class ReadGuard:
         if expected is Expectation.VALUE:
             return same(place.value, value)
         if expected is Expectation.SAME:
-            is_alike = value is place.value or is_made_anew(place.value, value)
+            is_alike = value is place.value or is_made_anew(place.value, value) or _is_being_traced(place, value)
             return is_alike and type(value) is place.kind
         if expected in (Expectation.OPEN, Expectation.NUMBER):
             return type(value) is place.kind
@@ -156,6 +162,9 @@ class ReadGuard:
     # The generated expression
 
     def _generated(self, terms: list[str]) -> Callable[[Any], bool]:
+        for name in self._shared:
+            terms.insert(1, f"[*map(get{name}, owners{name})] == found{name}")
+        terms.insert(1, "have_types(*tensors)")
         lines = ["def check(call):"]
         lines += [f"    if not ({' and '.join(chunk)}): return False" for chunk in _chunks(terms)]
         self._rename()
@@ -174,7 +183,7 @@ class ReadGuard:
             return None
         asked = {f"{self._name(place)}.__dict__ is" for place in self._places if self._is_watched(place)}
         others = [term for _, _, terms in split for term in terms if term.rsplit(" ", 1)[0] not in asked]
-        check = self._generated(["unwritten_now()", "have_types(*tensors)", *others])
+        check = self._generated(["unwritten_now()", *others])
         self._names["unwritten_now"] = unwritten_now
         return check
 
@@ -208,6 +217,8 @@ class ReadGuard:
         step, expected = place.step, place.expectation
         if place.is_given:
             return  # the structure of the arguments is guarded as such
+        if _is_shared(place):
+            return
         if step is Step.ITEM:
             is_plain_item = place.parent.is_given or type(self._now[place.parent]) in _EXACT
             get = f"{owner}[{key}]" if is_plain_item else f"take({owner}, ITEM, {key})"
@@ -229,6 +240,8 @@ class ReadGuard:
         elif step is Step.TRUTH:
             yield f"bool(len({owner})) is {value}"
         else:
+            if isinstance(self._now[place.parent], type):
+                owner = f"{owner}.__dict__"
             yield f"(len({owner}) == len({value}) and all(map(is_, {owner}, {value})) or same(tuple({owner}), {value}))"
 
     def _test(self, get: str, owner: str, key: str, value: str, expected: Expectation) -> Iterator[str]:
@@ -287,6 +300,10 @@ class ReadGuard:
         tensors = {id(value): value for value in found if isinstance(value, torch.Tensor)}
         names |= {"objects": objects, "classes": [*map(type, objects)], "tensors": [*tensors.values()]}
         names["have_types"] = tensor_types(names["tensors"])
+        for name, places in self._shared.items():
+            names[f"get{name}"] = operator.attrgetter(name)
+            names[f"owners{name}"] = [self._now[place.parent] for place in places if place.parent is not None]
+            names[f"found{name}"] = [self._now[place] for place in places]
         for place, value in self._now.items():
             names[self._name(place)] = value
             if type(value) is dict or isinstance(value, type):
@@ -300,6 +317,15 @@ def _is_object(place: Place) -> bool:
     """Whether something stands at a place that can be told apart from an equal one."""
     kinds = (Expectation.OPEN, Expectation.SAME, Expectation.TENSOR, Expectation.ARRAY)
     return place.is_given or place.expectation in kinds
+
+
+def _is_shared(place: Place) -> bool:
+    return place.step is Step.ATTRIBUTE and place.key in _SHARED and place.expectation is Expectation.SAME
+
+
+def _is_being_traced(place: Place, value: Any) -> bool:
+    """Whether a function has other code only as long as another thread traces a step that calls it too."""
+    return _is_shared(place) and place.key == "__code__" and Followers.instrumenter.tells_of(value, place.value)
 
 
 def _has_changeable_class(value: Any) -> bool:

@@ -195,6 +195,10 @@ class Instrumenter:
     def is_instrumented(self, code: CodeType) -> bool:
         return code in self._known
 
+    def tells_of(self, code: CodeType, original: CodeType) -> bool:
+        """Whether some code is the instrumented one of another."""
+        return self._made.get(original) is code
+
     def instrumented(self, code: CodeType) -> CodeType:
         """The code of a function, telling; raises `UnknownInstruction`."""
         known = self._made.get(code)

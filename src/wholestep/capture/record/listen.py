@@ -11,14 +11,14 @@ import threading
 import warnings
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
-from types import CellType
+from types import CellType, MappingProxyType
 from typing import Any
 
 import numpy as np
 import torch
 
 from wholestep import _recording_torch
-from wholestep.capture.record import net, reads, standins, tensors, whole
+from wholestep.capture.record import classes, net, reads, standins, tensors, whole
 from wholestep.capture.record.calls import choose
 from wholestep.capture.record.follow import Followers
 from wholestep.capture.record.instrument import Hooks, Instrumenter
@@ -137,6 +137,8 @@ def _contains(recorder: Recorder, key: Any, owner: Any) -> None:
     recorder.follow_operators(owner)
     for item in (key, *(owner if isinstance(owner, CONTAINERS) and not is_plain(owner) else ())):
         recorder.identify(item)
+    if isinstance(owner, MappingProxyType):
+        classes.read_view(recorder, owner, (key,))
     if type(owner) in _QUIET or recorder.place_of(owner) is None:
         return
     tensors.looked_up(recorder, owner, key)
@@ -155,6 +157,8 @@ def _operands(recorder: Recorder, left: Any, right: Any) -> None:
         if isinstance(owner, (*CONTAINERS, np.ndarray)):
             recorder.read_deep(owner)
             whole.read_arrays(recorder, owner)
+        elif isinstance(owner, MappingProxyType):
+            classes.read_view(recorder, owner)
         elif type(owner).__eq__ is object.__eq__:  # which asks for the object itself
             recorder.identify(owner)
 

@@ -52,7 +52,7 @@ class Step(enum.Enum):
     """What a closure's cell or a `ContextVar` holds."""
     LENGTH = "length"
     KEYS = "keys"
-    """All keys of a dict, or all members of a set, in order."""
+    """All keys of a dict, all members of a set, all that a class defines, in order."""
     TRUTH = "truth"
     """Whether a container has anything in it."""
 
@@ -128,6 +128,8 @@ class Place:
     """Another place that the same object was found at; both must hold one object."""
     is_written: bool = False
     """Whether the step writes to what was found."""
+    is_told_apart: bool = False
+    """Whether the step has asked if it is another tensor, and it is."""
     is_given: bool = False
     """Whether it is a container among the arguments, of which the trace has a copy."""
     is_forgotten: bool = False
@@ -190,7 +192,9 @@ def take(owner: Any, step: Step, key: Any) -> Any:
             return vars(owner).get(key, ABSENT)
         if step is Step.LENGTH:
             return len(owner)
-        return tuple(owner) if step is Step.KEYS else bool(len(owner))
+        if step is Step.KEYS:
+            return tuple(vars(owner) if isinstance(owner, type) else owner)
+        return bool(len(owner))
     except (KeyError, IndexError, AttributeError, TypeError, ValueError):
         return ABSENT
 
@@ -337,7 +341,7 @@ _NEVER_CHANGING = frozenset([decimal.Decimal, datetime.date, datetime.datetime, 
 
 
 def is_made_anew(left: Any, right: Any) -> bool:
-    """Whether two objects of C that never change are alike in every respect: `Decimal("0.5")`, but not `Decimal("0.50")`."""
+    """Whether two objects of C that never change are alike to the letter: `Decimal("1.0")` is not `Decimal("1")`."""
     return type(left) is type(right) and type(left) in _NEVER_CHANGING and repr(left) == repr(right)
 
 

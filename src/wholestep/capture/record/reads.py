@@ -6,18 +6,18 @@ import collections
 import functools
 import io
 import sys
-from collections.abc import Iterable
 from contextvars import Token
-from types import FunctionType, MemberDescriptorType, MethodType, ModuleType
+from types import FunctionType, GetSetDescriptorType, MappingProxyType, MemberDescriptorType, MethodType, ModuleType
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from torch import nn
 
-from wholestep.capture.record import outside, standins, tensors
+from wholestep.capture.record import classes, outside, standins, tensors
+from wholestep.capture.record.classes import class_member, is_library, read_from_class, read_from_super
 from wholestep.capture.record.follow import is_followed_file
-from wholestep.capture.record.places import ABSENT, CONTAINERS, HEAP_TYPE, Place, Step, has_hidden_state, take
+from wholestep.capture.record.places import ABSENT, CONTAINERS, Place, Step, has_hidden_state, take
 
 if TYPE_CHECKING:
     from wholestep.capture.record.recorder import Recorder
@@ -40,7 +40,7 @@ def read_attribute(recorder: Recorder, owner: Any, name: str) -> None:
     if name == "__class__" and standins.is_number(owner):
         recorder.refuse("reads __class__ of a size or learning rate", "Use isinstance() or type()")
     place = recorder.place_of(owner)
-    if isinstance(_class_member(type(owner), "__getattribute__"), FunctionType):
+    if isinstance(class_member(type(owner), "__getattribute__"), FunctionType):
         recorder.follow_operators(owner)  # which will say what it reads
         return
     find_attribute(recorder, owner, name, place)
@@ -60,7 +60,7 @@ def find_attribute(recorder: Recorder, owner: Any, name: str, place: Place | Non
     if name == "__dict__":
         recorder.namespace_of(owner)
         return
-    member = _class_member(type(owner), name)
+    member = class_member(type(owner), name)
     if type(member) is _NAMED_PART:
         recorder.read_all(owner)
         return
@@ -106,7 +106,7 @@ def find_attribute(recorder: Recorder, owner: Any, name: str, place: Place | Non
     else:
         if namespace is not None:
             recorder.read_item(namespace, name)
-        getter = _class_member(type(owner), "__getattr__")
+        getter = class_member(type(owner), "__getattr__")
         recorder.follow_all(getter)
         if getter in (dict.__getitem__, dict.get):
             recorder.read_item(owner, name)
@@ -119,7 +119,7 @@ def find_attribute(recorder: Recorder, owner: Any, name: str, place: Place | Non
 def read_from_namespace(recorder: Recorder, namespace: dict[str, Any], label: str, name: str) -> None:
     """A global of a module. A trace patches some functions of torch and of Python."""
     value = namespace.get(name, ABSENT)
-    if _is_library(label) and (callable(value) or isinstance(value, ModuleType)):
+    if is_library(label) and (callable(value) or isinstance(value, ModuleType)):
         recorder.pin(namespace, Step.ITEM, name, label)
         return
     recorder.root(namespace, label)
@@ -128,32 +128,14 @@ def read_from_namespace(recorder: Recorder, namespace: dict[str, Any], label: st
 
 def read_module(recorder: Recorder, name: str) -> None:
     """`import name` of a module that has been imported before."""
-    if name in sys.modules and not _is_library(name):
+    if name in sys.modules and not is_library(name):
         recorder.root(sys.modules, "sys.modules")
         recorder.read_item(sys.modules, name)
 
 
-@functools.cache
-def _is_library(module: str) -> bool:
-    root = module.split(".")[0]
-    return root in ("torch", "numpy", "wholestep") or root in sys.stdlib_module_names
-
-
-def read_from_class(recorder: Recorder, cls: type, name: str) -> None:
-    if _found_in(recorder, cls.__mro__, name) or type(cls) is type:
-        return
-    if _class_member(type(cls), name) is not ABSENT:
-        read_from_class(recorder, type(cls), name)
-    else:
-        recorder.follow_all(_class_member(type(cls), "__getattr__"))
-
-
 def _read_from_super(recorder: Recorder, owner: Any, name: str) -> None:
-    """`super().name`: the classes after the one it stands in are asked, and what is found is bound to the object."""
-    mro = owner.__self_class__.__mro__
-    above = mro[mro.index(owner.__thisclass__) + 1 :]
-    _found_in(recorder, above, name)
-    member = next((vars(base)[name] for base in above if name in vars(base)), ABSENT)
+    """`super().name`, which is bound to the object."""
+    member = read_from_super(recorder, owner, name)
     if name == "__dict__":
         recorder.namespace_of(owner.__self__)
     elif isinstance(member, MemberDescriptorType):
@@ -173,34 +155,9 @@ def _read_property(recorder: Recorder, owner: Any, member: property) -> None:
         recorder.read_deep(owner)
 
 
-def _found_in(recorder: Recorder, mro: Iterable[type], name: str) -> bool:
-    """Note which of some classes has a member, and that those before it have none."""
-    for base in mro:
-        if name in vars(base):
-            member = vars(base)[name]
-            if base.__flags__ & HEAP_TYPE and _is_library(base.__module__) and callable(member):
-                recorder.pin(base, Step.CLASS, name)
-            elif base.__flags__ & HEAP_TYPE:
-                recorder.root(base)
-                recorder.note(base, Step.CLASS, name, member)
-            recorder.follow_all(member)
-            return True
-        if base.__flags__ & HEAP_TYPE and not _is_library(base.__module__):
-            recorder.root(base)
-            recorder.note(base, Step.CLASS, name, ABSENT)
-    return False
-
-
 def _is_part(module: nn.Module, name: str) -> bool:
     """Parameters and buffers are inputs of the graph, and submodules its structure: all are guarded as such."""
     return any(name in vars(module)[part] for part in ("_parameters", "_buffers", "_modules"))
-
-
-def _class_member(cls: type, name: str) -> Any:
-    for base in cls.__mro__:
-        if name in vars(base):
-            return vars(base)[name]
-    return ABSENT
 
 
 def _is_data_descriptor(member: Any) -> bool:
@@ -212,6 +169,8 @@ def write_attribute(recorder: Recorder, owner: Any, name: str) -> None:
     if isinstance(owner, torch.Tensor):
         tensors.write_attribute(recorder, owner, name)
         return
+    if isinstance(class_member(type(owner), name), GetSetDescriptorType) and recorder.place_of(owner) is not None:
+        recorder.refuse(f"sets {name} of a {type(owner).__name__} from outside", "Set it outside the step")
     if isinstance(owner, ModuleType):
         recorder.root(vars(owner), owner.__name__)
         recorder.wrote(vars(owner), name)
@@ -219,8 +178,8 @@ def write_attribute(recorder: Recorder, owner: Any, name: str) -> None:
         recorder.root(owner)
         recorder.wrote(owner, name)
     elif recorder.place_of(owner) is not None:
-        member = _class_member(type(owner), name)
-        setter = _class_member(type(owner), "__setattr__")
+        member = class_member(type(owner), name)
+        setter = class_member(type(owner), "__setattr__")
         if setter is dict.__setitem__:  # as in `class Config(dict)` with its keys for attributes
             write_item(recorder, owner, "__setitem__", name)
         elif isinstance(member, MemberDescriptorType):
@@ -241,6 +200,8 @@ def read_subscript(recorder: Recorder, owner: Any, key: Any) -> None:
     """`owner[key]`."""
     if id(owner) in recorder.drawn_arrays:
         recorder.refuse("looks into an array that it has drawn", "Draw with torch, or outside the step")
+    if isinstance(owner, MappingProxyType):
+        classes.read_view(recorder, owner, (key,))
     if recorder.place_of(owner) is None:
         return
     if isinstance(owner, dict):
@@ -264,7 +225,7 @@ def read_subscript(recorder: Recorder, owner: Any, key: Any) -> None:
 
 def _is_followed(owner: Any, name: str) -> bool:
     """Whether what Python calls for an operator tells what it does; `os.environ` has code that nobody can follow."""
-    member = _class_member(type(owner), name)
+    member = class_member(type(owner), name)
     return isinstance(member, FunctionType) and is_followed_file(member.__code__.co_filename)
 
 
@@ -293,6 +254,8 @@ def read_through(recorder: Recorder, owner: Any) -> None:
     """Something goes through all items of an owner."""
     if id(owner) in recorder.drawn_arrays:
         recorder.refuse("looks into an array that it has drawn", "Draw with torch, or outside the step")
+    if isinstance(owner, MappingProxyType):
+        classes.read_view(recorder, owner)
     if isinstance(owner, torch.Tensor) or recorder.place_of(owner) is None:
         return
     if isinstance(owner, CONTAINERS):

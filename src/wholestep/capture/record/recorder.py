@@ -28,7 +28,7 @@ from wholestep import _torch
 from wholestep.capture import source
 from wholestep.capture.record import outside, participants, reads, whole
 from wholestep.capture.record.calls import BUILTINS, choose, told
-from wholestep.capture.record.follow import Followers, functions_in
+from wholestep.capture.record.follow import Followers, functions_in, is_of_torch
 from wholestep.capture.record.numbers import Ledger, Number, origins_of, settled
 from wholestep.capture.record.placed import PlacedNumbers
 from wholestep.capture.record.places import (
@@ -102,6 +102,7 @@ class Recorder:
         """Arrays that were drawn, and their names in the ledger."""
         self.drawn_tensors: dict[int, tuple[Any, str, Callable[[Any], Any]]] = {}
         """Tensors made of such arrays: the name of the array, and how they are made."""
+        self.arrays: list[tuple[Any, Place]] = []
         self.twins = Twins()
         self.placed = PlacedNumbers(self.ledger, self.twins.twin_of)
         self._rates: dict[int, tuple[Any, tuple[Any, ...], type]] = {}
@@ -155,6 +156,11 @@ class Recorder:
         if (step, key) not in above.children:
             self._pinned.append(Place(above, step, key, None, Expectation.SAME))
             above.children[step, key] = self._pinned[-1]
+
+    def expect(self, owner: Any, name: str, value: Any) -> None:
+        """Python goes by an attribute of a function or class: the very same one is expected at each call."""
+        above = self.root(owner)
+        above.children.setdefault((Step.ATTRIBUTE, name), Place(above, Step.ATTRIBUTE, name, value, Expectation.SAME))
 
     def settle(self) -> None:
         """The trace is over: note what really stands at pinned places."""
@@ -220,6 +226,7 @@ class Recorder:
             place.twin = first
         if place.expectation is Expectation.ARRAY:
             place.value = value.copy()
+            self.arrays.append((value, place))
 
     def read_item(self, owner: Any, key: Any) -> None:
         """`owner[key]` of a dict, list or tuple as it was before the step wrote to it."""
@@ -245,12 +252,12 @@ class Recorder:
         content = owner if kept is None else kept.before
         if len(content) > _MOST_ITEMS:
             self.refuse(f"goes through a container of {len(content)} items from outside", "Pass it as a tensor")
-        if isinstance(owner, dict):
-            self.note(owner, Step.KEYS, None, tuple(content))
-            for key, value in list(content.items()):
+        if isinstance(owner, (dict, set, frozenset)):
+            keys = self.note(owner, Step.KEYS, None, tuple(content))
+            if keys is not None and keys.expectation is Expectation.OPEN:  # objects among them
+                self.read_all(keys.value)
+            for key, value in list(content.items() if isinstance(content, dict) else ()):
                 self.note(owner, Step.ITEM, key, value)
-        elif isinstance(owner, (set, frozenset)):
-            self.note(owner, Step.KEYS, None, tuple(content))
         else:
             length = self.note(owner, Step.LENGTH, None, len(content))
             settled(None if length is None else length.value)  # it may be a number that was asked for before
@@ -350,13 +357,6 @@ class Recorder:
 
     def read_subscript(self, owner: Any, key: Any) -> None:
         reads.read_subscript(self, owner, key)
-
-    def read_class(self, cls: type) -> None:
-        """All plain attributes of a class: somebody whom we cannot follow is given it."""
-        for base in cls.__mro__:
-            for name, member in list(vars(base).items()):
-                if is_plain(member) and not name.startswith("__"):
-                    reads.read_from_class(self, base, name)
 
     def read_through(self, owner: Any) -> None:
         reads.read_through(self, owner)
@@ -547,6 +547,8 @@ class Recorder:
         is_new = self.followers.follow(function)
         if is_new:
             self.root(function)
+            if not is_of_torch(function.__code__.co_filename):
+                self.expect(function, "__code__", self.followers.code_of(function))
             self.read_defaults(function)
             for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
                 self.root(cell, name)
