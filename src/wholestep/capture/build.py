@@ -10,7 +10,7 @@ from torch import fx
 from wholestep import _torch
 from wholestep.capture.binding import Binding, NumberOf
 from wholestep.capture.collect import Collected
-from wholestep.capture.overlap import first_overlap, span
+from wholestep.capture.overlap import array_span, first_overlap, span
 from wholestep.capture.questions import Asked
 from wholestep.capture.session import Lifted, Session
 from wholestep.errors import CaptureError
@@ -45,6 +45,7 @@ def build_graph(
     _finish_provenance(graph, session)
     step_graph = StepGraph(module, {node.name: lifted[node.name].slot for node in inputs}, session.fake_mode)
     _refuse_aliased_updates(step_graph, lifted)
+    _refuse_arrays_in_use(step_graph, lifted, session, collected)
     step_graph.eliminate_dead_code()
     step_graph.verify()
     _refuse_mixed_types(step_graph)
@@ -200,3 +201,18 @@ def _refuse_aliased_updates(graph: StepGraph, lifted: dict[str, Lifted]) -> None
             f"{one} and {other} share memory and the step writes to one of them",
             advice="Clone one of the two, or register the tensor once (tied parameters are fine)",
         )
+
+
+def _refuse_arrays_in_use(graph: StepGraph, lifted: dict[str, Lifted], session: Session, collected: Collected) -> None:
+    """Arrays are read before the graph runs and written after it: a tensor in the same memory would be out of order."""
+    changed = {change.path for change in collected.effects.changes}
+    reals = [(entry.slot.id, entry.real) for entry in lifted.values() if isinstance(entry.real, torch.Tensor)]
+    spans = [found for name, real in reals if (found := span(name, real)) is not None]
+    for array, place in session.recorder.arrays:
+        name = str(place)
+        written = {*graph.updates, *([name] if place.path in changed else [])}
+        if array.size and first_overlap([array_span(name, array), *spans], written) is not None:
+            raise CaptureError(
+                f"the step writes to memory that it uses both as NumPy array '{name}' and as a tensor",
+                advice="Use the tensor alone, or a copy of the array",
+            )

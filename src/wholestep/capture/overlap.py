@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Container, Iterable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 
 from wholestep import _torch
@@ -33,6 +34,14 @@ def span(name: str, tensor: torch.Tensor) -> Span | None:
         return None
     start = tensor.data_ptr()
     return Span(str(tensor.device), start, start + num_bytes, name)
+
+
+def array_span(name: str, array: np.ndarray[Any, Any]) -> Span:
+    """Where a NumPy array lies."""
+    extents = [(size - 1) * stride for size, stride in zip(array.shape, array.strides, strict=True)]
+    start = array.ctypes.data
+    below, above = (sum(map(bound, extents, [0] * len(extents))) for bound in (min, max))
+    return Span("cpu", start + below, start + above + array.itemsize, name)
 
 
 def first_overlap(spans: Iterable[Span], written: Container[str]) -> tuple[str, str] | None:

@@ -296,3 +296,34 @@ OBJECTS = [
 @all_of(OBJECTS)
 def test_objects_in_sets_and_keys_are_read(case: Case) -> None:
     assert outcome_of(case).captures >= 2
+
+
+# Tensors that become one, memory of tensors and arrays
+
+TWO = "P = torch.ones(3)\nst = types.SimpleNamespace(p=P, q=torch.zeros(3))\n"
+ASKED = "loss = loss * (2.0 if st.p is st.q else 1.0)"
+IDENTITIES = [
+    Case("in an object", TWO, loss=ASKED, after="st.q.mul_(0.5)", changes=("st.q = st.p", "st.q = st.p.clone()")),
+    Case("one at first", TWO + "st.q = P\n", loss=ASKED, after="st.q.mul_(0.5)", changes=("st.q = P.clone()", "st.q = st.p")),
+    Case("parameter", TWO, loss="loss = loss * (2.0 if model.first.bias is st.q else 1.0)", changes=("st.q = model.first.bias", ""), refused="found elsewhere"),
+]  # fmt: skip
+
+
+@all_of(IDENTITIES)
+def test_tensors_that_come_to_be_one(case: Case) -> None:
+    outcome_of(case)
+
+
+SHARED = "A = np.ones(3, dtype=np.float32)\nT = torch.from_numpy(A)\n"
+MEMORIES = [
+    Case("read after", SHARED, loss="T.mul_(0.5)\nloss = loss * float(A.sum())", refused="as NumPy array"),
+    Case("written before", SHARED, loss="A[:] = A * 0.5\nloss = loss * T.sum()", refused="as NumPy array"),
+    Case("made in the step", SHARED, loss="t = torch.from_numpy(A)\nt.mul_(0.5)\nloss = loss * float(A[::-1].sum())", refused="as NumPy array"),
+    Case("only read", SHARED, loss="loss = loss * float(A.mean()) * T.sum()", changes=("A[:] = 2", "")),
+    Case("side by side", SHARED + "T = T[:1]; A = A[1:]\n", loss="T.mul_(0.5)\nloss = loss * float(A.mean())", changes=("A[:] = 2", "")),
+]  # fmt: skip
+
+
+@all_of(MEMORIES)
+def test_a_tensor_and_an_array_in_one_memory(case: Case) -> None:
+    outcome_of(case)

@@ -149,6 +149,25 @@ def same_object(recorder: Recorder, left: Any, right: Any) -> None:
             recorder.refuse(
                 f"asks whether '{known.name}' is a tensor that was found elsewhere", "Compare names, or their id()"
             )
+    if left is not right and isinstance(left, torch.Tensor) and isinstance(right, torch.Tensor) and not all(pair):
+        _tell_apart(recorder, moving, _place_of(recorder, left), _place_of(recorder, right))
+
+
+def _tell_apart(recorder: Recorder, moving: list[Twin], left: Place | None, right: Place | None) -> None:
+    """Two tensors are not one, of which at least one was found in an object: they are to stay two."""
+    if moving and (left or right) is not None:
+        recorder.refuse(f"asks whether '{moving[0].name}' is another tensor", "Compare names, or their id()")
+    if left is not None and right is not None:
+        left.is_told_apart = right.is_told_apart = True
+
+
+def _place_of(recorder: Recorder, tensor: torch.Tensor) -> Place | None:
+    known = recorder.twins.of(tensor)
+    if known is None:
+        return recorder.place_of(tensor)
+    if recorder.place_of(known.real) is None and (known.kind in _FIXED or known.given is not None):
+        _find_place(recorder, known, "")
+    return recorder.place_of(known.real)
 
 
 def looked_up(recorder: Recorder, owner: Any, key: Any) -> None:
