@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
 import os
 from types import FrameType, TracebackType
@@ -33,7 +34,8 @@ def is_user_file(filename: str) -> bool:
         path = path_of(filename)
         ours = path.startswith(_WHOLESTEP_ROOT + os.sep) and not path.startswith(_ZOO_ROOT + os.sep)
         torchs = path.startswith(TORCH_ROOT + os.sep)
-        known = not (ours or torchs or filename.startswith("<") or f"{os.sep}contextlib.py" in filename)
+        pythons = filename.startswith("<") or filename == copy.__file__ or f"{os.sep}contextlib.py" in filename
+        known = not (ours or torchs or pythons)
         _is_user_file[filename] = known
     return known
 

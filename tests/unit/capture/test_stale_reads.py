@@ -327,3 +327,15 @@ MEMORIES = [
 @all_of(MEMORIES)
 def test_a_tensor_and_an_array_in_one_memory(case: Case) -> None:
     outcome_of(case)
+
+
+def test_copies_of_tensors_are_refused_where_they_are_asked_for() -> None:
+    outcome_of(
+        Case(
+            "copy",
+            STATE,
+            after="k.best = copy.deepcopy(model.state_dict())",
+            refused="world.py:30: the step copies a tensor",
+        )
+    )
+    outcome_of(Case("cloned", STATE, after="k.best = {n: v.clone() for n, v in model.state_dict().items()}"))
