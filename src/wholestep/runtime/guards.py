@@ -59,13 +59,13 @@ class Call:
         return [path for name, value in zip(names, values, strict=True) for path in tree.paths(value, name)][index]
 
 
-def make_guards(capture: Capture, call: Call) -> list[Check]:
-    """All guards of a fresh capture, taken from the state of the world right now."""
+def make_guards(capture: Capture, call: Call, when_rebound: Callable[[], None]) -> list[Check]:
+    """All guards of a fresh capture, taken from the state of the world right now; see `make_owner_guards`."""
     return [
         _arguments_guard(capture, call),
         _environment_guard(),
         _library_guard(),
-        *make_owner_guards(capture),
+        *make_owner_guards(capture, when_rebound),
         _argument_gradients_guard(capture, call),
         _memory_guard(capture),
     ]

@@ -258,6 +258,11 @@ class Grip:
         # Empty as soon as somebody has given them back.
         self._ours = [self]
 
+    def has(self, tensors: Mapping[str, torch.Tensor]) -> bool:
+        """Whether these are the very tensors, slot by slot."""
+        known = self.by_slot
+        return tensors.keys() == known.keys() and all(known[slot].tensor is tensor for slot, tensor in tensors.items())
+
     def holding(self) -> Callable[[], None]:
         """What to call to keep them from readers, wherever they look; `is_complete` if nobody has looked meanwhile."""
         is_alone = threading.active_count() == 1

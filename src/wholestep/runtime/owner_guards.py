@@ -28,23 +28,30 @@ OwnerCheck = Callable[[object], str | Difference | None]
 _NOT_OPTIONS = ("params", "lr")
 
 
-def make_owner_guards(capture: Capture) -> list[OwnerCheck]:
-    """The guards of all models and optimizers that take part in a fresh capture."""
+def _nothing() -> None:
+    pass
+
+
+def make_owner_guards(capture: Capture, when_rebound: Callable[[], None]) -> list[OwnerCheck]:
+    """The guards of all models and optimizers that take part in a fresh capture.
+
+    If a call fits although somebody has written where buffers and optimizer state are found, they call `when_rebound`.
+    """
     optimizers = capture.found.optimizers.items()
     return [
-        *make_model_guards(capture),
+        *make_model_guards(capture, when_rebound),
         *[_optimizer_guard(name, one, capture.recording) for name, one in optimizers],
         _gradients_guard(capture),
     ]
 
 
-def make_model_guards(capture: Capture) -> list[OwnerCheck]:
+def make_model_guards(capture: Capture, when_rebound: Callable[[], None] = _nothing) -> list[OwnerCheck]:
     """Those of models alone: their structure, their hooks and their tensors."""
     return [
         _hooks_of_all_guard(),
         *[_structure_guard(name, module) for name, module in capture.found.modules.items()],
         _parameters_guard(capture),
-        _rebindable_guard(capture),
+        _rebindable_guard(capture, when_rebound),
     ]
 
 
@@ -363,7 +370,7 @@ class _State:
         return self._entries[index][id(where.parameter)][where.key]
 
 
-def _rebindable_guard(capture: Capture) -> OwnerCheck:
+def _rebindable_guard(capture: Capture, when_rebound: Callable[[], None]) -> OwnerCheck:
     """Buffers and optimizer state may be exchanged for others (`load_state_dict`), but only of the same type."""
     slots = [*capture.graph.slots_of_kind(SlotKind.BUFFER), *capture.graph.slots_of_kind(SlotKind.STATE)]
     bindings = [capture.bindings[slot.id] for slot in slots]
@@ -415,6 +422,7 @@ def _rebindable_guard(capture: Capture) -> OwnerCheck:
             fits = difference is None  # or it has to be looked at again, although nobody writes
             if difference is not None:
                 return difference
+            when_rebound()
         return buffer_types.difference()
 
     return check

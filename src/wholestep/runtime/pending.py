@@ -201,6 +201,15 @@ class Pending:
             self._readers.remove(me)
             switches.put_back()
 
+    def settle_if_replaced(self) -> None:
+        """Other tensors may stand where the held ones did: what waits belongs to those, and a new loop to the others.
+
+        To replace a tensor is not to look at it, so nobody has been told.
+        """
+        grip = self._last_grip
+        if self.is_waiting and grip is not None and not grip.has(self._targets.read()):
+            self.settle()
+
     def _would_wait_for_ever(self, me: int) -> bool:
         """Whether the thread that runs this step waits, in the end, for one that this thread runs.
 
@@ -252,10 +261,11 @@ class Pending:
     def _hold(self) -> None:
         tensors = self._targets.read()
         last = self._last_grip
-        known = {} if last is None else last.by_slot
         if self._grip is None and any(is_guarded(tensor) for tensor in tensors.values()):
             _free(tensors.values(), but=self)
-        if tensors.keys() != known.keys() or any(known[slot_id].tensor is not t for slot_id, t in tensors.items()):
+        if last is not None and last.has(tensors):
+            known = last.by_slot
+        else:
             known = {slot_id: Held.of(tensor) for slot_id, tensor in tensors.items()}
         grip = Grip(self._holder, known, self._targets.gradients, self._targets.modules)
         hold = grip.holding()

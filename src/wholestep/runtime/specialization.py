@@ -49,7 +49,7 @@ class Specialization:
         self.num_runs = 0
         self.leaf_types = {i: tensor_type(leaf) for i, leaf in enumerate(call.leaves) if isinstance(leaf, torch.Tensor)}
         self._install_initial_state()
-        self._guards: list[Check] = make_guards(capture, call)
+        self._guards: list[Check] = make_guards(capture, call, rotation.pending.settle_if_replaced)
         self._questions = question_guards(capture)
         self._reads = ReadGuard(list(capture.recording.roots), found_type)
 
