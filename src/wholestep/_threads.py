@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 import threading
 from collections.abc import Callable
 from contextlib import AbstractContextManager
@@ -32,6 +33,11 @@ def let_others_capture() -> None:
     """Wait for a thread that captures; guards would take what it has put in torch's place for changes of the user's."""
     with _turn.lock:
         pass
+
+
+def is_only_thread() -> bool:
+    """Whether no other thread runs Python now: `threading` does not know those that C started, or `_thread`."""
+    return len(sys._current_frames()) == 1  # pyright: ignore[reportPrivateUsage]
 
 
 def only_where(

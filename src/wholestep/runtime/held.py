@@ -19,7 +19,6 @@ import copy
 import ctypes
 import operator
 import sys
-import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
@@ -29,6 +28,7 @@ import torch
 from torch import nn
 
 from wholestep import _torch, _waiting_torch
+from wholestep._threads import is_only_thread
 from wholestep.errors import WholestepError
 
 Errors = list[WholestepError]
@@ -164,9 +164,12 @@ class Held:
             finally:
                 self._changing_from = outer
 
-    def holding(self, *, without_memory: bool) -> list[Callable[[], Any]]:
+    def real_now(self) -> torch.Tensor:
+        """The tensor to work with while this one is held."""
+        return self.tensor.detach() if self.real is None else self.real
+
+    def holding(self, real: torch.Tensor, *, without_memory: bool) -> list[Callable[[], Any]]:
         """What to call, past everything, to keep the memory from readers; it does no harm if it is kept already."""
-        real = self.tensor.detach() if self.real is None else self.real
         data = self._stand_in if without_memory else _waiting_torch.marked_alias(real)
         return [partial(setattr, self, "real", real), _waiting_torch.setting_data(self.tensor, data)]
 
@@ -265,19 +268,22 @@ class Grip:
 
     def holding(self) -> Callable[[], None]:
         """What to call to keep them from readers, wherever they look; `is_complete` if nobody has looked meanwhile."""
-        is_alone = threading.active_count() == 1
-        calls = [call for held in self._tensors for call in held.holding(without_memory=is_alone)]
-        calls += [own.holding() for own in self._modules]
+        reals = [held.real_now() for held in self._tensors]
+        calls = [own.holding() for own in self._modules]
         calls += [*self._holding_gradients(), partial(setattr, self, "is_complete", True)]
-        return partial(self._hold, calls)
+        return partial(self._hold, reals, calls)
 
-    def _hold(self, calls: list[Callable[[], Any]]) -> None:
+    def _hold(self, reals: list[torch.Tensor], calls: list[Callable[[], Any]]) -> None:
         for held in self._tensors:
             held.holder = self._holder
             held.suit_class()
-        # From here on readers come to us, and whoever does gives everything back.
+        # From here on readers come to us, and whoever does gives everything back. Threads that C starts come and go, so
+        # that is asked as late as can be.
+        is_alone = is_only_thread()
+        pairs = zip(self._tensors, reals, strict=True)
+        memory = [call for held, real in pairs for call in held.holding(real, without_memory=is_alone)]
         with contextlib.suppress(IndexError):
-            _waiting_torch.past_everything([partial(operator.getitem, self._ours, 0), *calls])
+            _waiting_torch.past_everything([partial(operator.getitem, self._ours, 0), *memory, *calls])
 
     def hold_gradients(self) -> None:
         """Keep the gradients from readers, which another call has computed since."""

@@ -6,7 +6,6 @@ import copy
 import io
 import multiprocessing
 import os
-import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -21,6 +20,7 @@ from torch.utils.data import DataLoader, Dataset
 from torch.utils.flop_counter import FlopCounterMode
 
 from wholestep.errors import WholestepError
+from wholestep.runtime import held
 
 pytestmark = pytest.mark.usefixtures("nothing_waits")
 
@@ -122,7 +122,7 @@ def test_tensors_are_swapped_with_their_updates() -> None:
 
 def test_what_cannot_be_seen_raises(monkeypatch: pytest.MonkeyPatch) -> None:
     """C++ that is given a parameter asks for its address; if no thread may be about to read there, it has none."""
-    monkeypatch.setattr(threading, "active_count", lambda: 1)
+    monkeypatch.setattr(held, "is_only_thread", lambda: True)
     pair = Pair()
     pair.steps(3)
     with pytest.raises(RuntimeError, match="Cannot access data pointer"):

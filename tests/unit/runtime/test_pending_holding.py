@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import _thread
 import gc
 import operator
 import threading
@@ -79,6 +80,32 @@ def test_a_call_that_fails_while_tensors_are_given_back(number: int, monkeypatch
     pair.assert_same()
     pair.steps(2)
     assert is_pending(pair.ours)
+    pair.assert_same()
+
+
+def test_memory_is_there_for_threads_that_threading_does_not_know(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those that C starts, or `_thread`: one may be reading when tensors are held."""
+    monkeypatch.setattr(threading, "active_count", lambda: 1)
+    begun, over, gone = threading.Event(), threading.Event(), threading.Event()
+
+    def run() -> None:
+        begun.set()
+        over.wait()
+        gone.set()
+
+    _thread.start_new_thread(run, ())
+    begun.wait()
+    pair = Pair("sgd")
+    pair.steps(2)
+    assert is_pending(pair.ours)
+    with _waiting_torch.past_traps():
+        storages = [*map(torch._C.TensorBase.untyped_storage, pair.ours.parameters)]
+    assert is_pending(pair.ours)
+    assert all(storage.data_ptr() for storage in storages)
+    del storages
+    over.set()
+    gone.wait()
+    pair.steps(2)
     pair.assert_same()
 
 
