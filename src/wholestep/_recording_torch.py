@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import gc
+import os
 import sys
 import weakref
 from collections.abc import Callable, Generator, Iterable
@@ -206,7 +207,24 @@ def unwritten(dicts: list[dict[Any, Any]], objects: Iterable[Any] = ()) -> Calla
             _watch_object(_item(root, watched, index), watched[index])
     except (TypeError, AttributeError):  # in case a version of torch asks for them otherwise
         return None
-    return functools.partial(root.check, watched)
+    check = functools.partial(root.check, watched)
+    _checks.add(check)
+    return check
+
+
+_checks: weakref.WeakSet[Any] = weakref.WeakSet()
+
+
+def _forget_checks() -> None:
+    """In a process that was forked, let all of these checks fail: no thread may be there to release the lock they take.
+
+    In place, as those who ask have them at hand. They ask in Python then.
+    """
+    for check in list(_checks):
+        check.__setstate__((bool, (), {}, {}))
+
+
+os.register_at_fork(after_in_child=_forget_checks)
 
 
 def _item(manager: Any, owner: list[Any], index: int) -> Any:
