@@ -301,7 +301,7 @@ class Grip:
     def give_back(self) -> None:
         """Let everybody have them again."""
         calls = [call for held in self._tensors for call in held.giving_back()]
-        modules = [own.giving_back() for own in self._modules]
+        modules = [call for own in self._modules for call in own.giving_back()]
         noted = [self._ours.clear, partial(setattr, self, "is_complete", False)]
         _waiting_torch.past_everything([*calls, *modules, *noted])
         for held in self._tensors:
@@ -392,9 +392,11 @@ class HeldParameters(dict[str, Any]):
         """What to call to stand in for the module's own dict."""
         return partial(operator.setitem, vars(self._module), "_parameters", self)
 
-    def giving_back(self) -> Callable[[], Any]:
-        """What to call to put the module's own dict back."""
-        return partial(operator.setitem, vars(self._module), "_parameters", self._own)
+    def giving_back(self) -> list[Callable[[], Any]]:
+        """What to call to put the module's own dict back; nothing if somebody has put another one there."""
+        namespace = vars(self._module)
+        is_there = namespace.get("_parameters") is self
+        return [partial(operator.setitem, namespace, "_parameters", self._own)] if is_there else []
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._own)
