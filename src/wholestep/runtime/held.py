@@ -154,7 +154,10 @@ class Held:
         That may take a while: Python tells audit hooks of it first, which may be Python, in which signal handlers run
         and look at the tensor, which changes its class as well.
         """
-        while type(self.tensor) is not (suited := self._class if self.holder is None else _GUARDED[self._class]):
+        guarded = _GUARDED[self._class]
+        while type(self.tensor) is not (suited := self._class if self.holder is None else guarded):
+            if type(self.tensor) not in (self._class, guarded):
+                return  # somebody else has given it another one
             outer = self._changing_from
             if outer is not None:  # Python will let go of that class once more, although we have done so here
                 ctypes.pythonapi.Py_IncRef(ctypes.py_object(outer))
