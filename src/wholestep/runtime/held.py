@@ -382,7 +382,8 @@ def _resolve(tensor: torch.Tensor) -> None:
 class HeldParameters(dict[str, Any]):
     """The parameters of a module some of which are held; asking for one applies what waits.
 
-    What asks in C, or past traps, still finds them, guarded; what writes, writes to the module's own dict.
+    What asks in C, or past traps, still finds them, guarded; all else is asked of the module's own dict, also by those
+    who keep this one when it is not in its place any more (`copy.copy(module)` does).
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -403,6 +404,21 @@ class HeldParameters(dict[str, Any]):
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._own)
+
+    def __len__(self) -> int:
+        return len(self._own)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._own
+
+    def __eq__(self, other: object) -> bool:
+        return self._own == (other._own if isinstance(other, HeldParameters) else other)
+
+    def __ne__(self, other: object) -> bool:
+        return not self == other
+
+    def keys(self) -> Any:
+        return self._own.keys()
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         _apply(self._module, list(self._own.values()))
@@ -429,7 +445,7 @@ def _asking(name: str) -> Callable[..., Any]:
 
 for _name in (
     *("__getitem__", "__setitem__", "__delitem__", "__or__", "__ror__", "__ior__", "__reversed__"),
-    *("get", "items", "values", "pop", "popitem", "setdefault", "update", "clear", "copy"),
+    *("get", "items", "values", "pop", "popitem", "setdefault", "update", "clear", "copy", "__repr__"),
 ):
     setattr(HeldParameters, _name, _asking(_name))
 

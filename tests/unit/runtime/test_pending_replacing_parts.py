@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from tests.waiting import WORDS, Pair, Side, X, is_pending
+from tests.waiting import WORDS, Pair, Side, X, is_anything_waiting, is_pending
 from torch import nn
 
 pytestmark = pytest.mark.usefixtures("nothing_waits")
@@ -38,6 +39,44 @@ def test_a_dict_of_parameters_that_was_replaced_stays(name: str) -> None:
         assert vars(side.model.first)["_parameters"] is own
     pair.assert_same()
     assert torch.equal(*(side.parameters[0] for side in pair.sides)), "the old one has its update"
+
+
+def test_a_copy_of_a_module_has_the_parameters_of_the_module() -> None:
+    """`copy.copy` makes a module that shares them: what either registers, both have."""
+    pair = Pair("sgd")
+    pair.steps(3)
+    for side in pair.sides:
+        first = side.model.first
+        copied = copy.copy(first)
+        assert side is pair.eager or is_anything_waiting()
+        copied.register_parameter("early", nn.Parameter(torch.ones(1)))
+        assert first.early is copied.early
+        assert vars(copied)["_parameters"] == vars(first)["_parameters"]
+        _flush(side)
+        assert vars(copied)["_parameters"] == vars(first)["_parameters"]
+        copied.register_parameter("late", nn.Parameter(torch.ones(1)))
+        assert [*vars(first)["_parameters"]] == ["weight", "bias", "early", "late"]
+    pair.assert_same()
+
+
+def test_a_dict_of_parameters_that_is_kept_shows_what_there_is() -> None:
+    pair = Pair("sgd")
+    pair.steps(3)
+    first = pair.ours.model.first
+    kept = vars(first)["_parameters"]
+    pair.compiled.flush()
+    own = vars(first)["_parameters"]
+    assert kept is not own
+    first.register_parameter("late", nn.Parameter(torch.ones(1)))
+    del first.bias
+    assert "late" in kept
+    assert "bias" not in kept
+    assert [*kept] == [*kept.keys()] == [*dict(kept)] == ["weight", "late"]
+    assert len(kept) == 2
+    assert kept == own
+    assert own == kept
+    assert (kept != own) is False
+    assert repr(kept) == repr(own)
 
 
 class _Special(nn.Parameter):
