@@ -228,8 +228,9 @@ def lost_peer(what: str, error: RuntimeError) -> RankError:
 
 
 def plain(error: BaseException) -> str:
-    """What torch says about a connection, without the place in its own sources and the stack."""
-    return re.sub(r"^\[[^\]]*\] ", "", str(error)).split("\n", 1)[0]
+    """What torch says about a connection, without the place in its own sources, the stack and gloo's good wishes."""
+    text = re.sub(r"^\[[^\]]*\] ", "", str(error)).split("\n", 1)[0]
+    return re.sub(r"\.? This is typically caused by a remote worker .*", "", text)
 
 
 def require_same(what: str, by_rank: list[Any]) -> None:

@@ -19,7 +19,7 @@ from torch.distributed import FileStore, HashStore  # pyright: ignore[reportPriv
 from wholestep import _torch
 from wholestep.errors import RankError, WholestepError
 from wholestep.runtime import agreement
-from wholestep.runtime.agreement import Ranks, is_due, require_same
+from wholestep.runtime.agreement import Ranks, is_due, plain, require_same
 
 Run = Callable[[Ranks], Any]
 
@@ -281,3 +281,12 @@ def test_nobody_waits_longer_than_the_group(group: dist.ProcessGroup) -> None:
     assert Ranks.of(group, 3.0).timeout_s == 3.0
     dist.distributed_c10d._set_pg_timeout(timedelta(seconds=7))
     assert Ranks.of(group, 300.0).timeout_s == 7.0
+
+
+def test_what_torch_says_of_a_connection_is_shortened() -> None:
+    error = RuntimeError(
+        "[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:547] Connection closed by peer [127.0.0.1]:57544. This "
+        "is typically caused by a remote worker crashing. Check the logs of the remote worker before reporting an error. "
+        "GLHF!\nException raised from here"
+    )
+    assert plain(error) == "Connection closed by peer [127.0.0.1]:57544"
