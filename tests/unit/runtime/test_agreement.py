@@ -286,7 +286,7 @@ def test_nobody_waits_longer_than_the_group(group: dist.ProcessGroup) -> None:
 def test_what_torch_says_of_a_connection_is_shortened() -> None:
     error = RuntimeError(
         "[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:547] Connection closed by peer [127.0.0.1]:57544. This "
-        "is typically caused by a remote worker crashing. Check the logs of the remote worker before reporting an error. "
-        "GLHF!\nException raised from here"
+        "is typically caused by a remote worker crashing. Check the logs of the remote worker before reporting an "
+        "error. GLHF!\nException raised from here"
     )
     assert plain(error) == "Connection closed by peer [127.0.0.1]:57544"
