@@ -211,8 +211,11 @@ def _refuse_arrays_in_use(graph: StepGraph, lifted: dict[str, Lifted], session: 
     for array, place in session.recorder.arrays:
         name = str(place)
         written = {*graph.updates, *([name] if place.path in changed else [])}
-        if array.size and first_overlap([array_span(name, array), *spans], written) is not None:
+        pair = first_overlap([array_span(name, array), *spans], written) if array.size else None
+        if pair is not None:
+            writer = next((graph.updates[slot_id] for slot_id in pair if slot_id in graph.updates), None)
             raise CaptureError(
                 f"the step writes to memory that it uses both as NumPy array '{name}' and as a tensor",
+                location=None if writer is None else writer.meta.get("source"),
                 advice="Use the tensor alone, or a copy of the array",
             )
