@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch._dynamo.callback import callback_handler
 
 from wholestep import _torch
 
@@ -261,6 +262,15 @@ def is_making_parameter() -> bool:
 def as_parameter(tensor: torch.Tensor) -> torch.Tensor:
     """What `nn.Parameter(tensor)` makes of a parameter."""
     return torch.Tensor._make_subclass(nn.Parameter, tensor, True)  # pyright: ignore[reportArgumentType]
+
+
+def when_compiling(apply: Callable[[Any], None]) -> None:
+    """From now on, call `apply` whenever `torch.compile` begins to compile; it serves until torch forgets its caches.
+
+    Torch's tracer follows Python and knows the class of a tensor: it would try to trace what applies an update.
+    """
+    if apply not in callback_handler.start_callbacks:
+        callback_handler.register_start_callback(apply)
 
 
 _library = torch.library.Library("_", "IMPL")

@@ -95,10 +95,11 @@ def _touching(name: str) -> Callable[..., Any]:
     return method
 
 
-# Ways to a tensor's memory past operators; torch functions may be switched off, or not be asked at all.
+# Ways to a tensor's memory past operators; torch functions may be switched off, or not be asked at all. `as_subclass`
+# calls one, but cannot take what comes out of Python.
 for _name in (
     *("__deepcopy__", "__reduce_ex__", "data_ptr", "untyped_storage", "storage", "_typed_storage"),
-    *("share_memory_", "is_shared", "__dlpack__", "__array__", "numpy", "_use_count"),
+    *("share_memory_", "is_shared", "__dlpack__", "__array__", "numpy", "_use_count", "as_subclass"),
 ):
     for _class in (GuardedParameter, GuardedTensor):
         setattr(_class, _name, _touching(_name))

@@ -273,6 +273,7 @@ class Pending:
         self._last_grip = grip
         if self not in _waiting:
             _waiting.append(self)
+        _waiting_torch.when_compiling(_before_compiling)
         self._grip = grip
         hold()
 
@@ -370,6 +371,11 @@ def flush_others(but: Pending | None) -> None:
         if pending is not but:
             with contextlib.suppress(WholestepError):
                 pending.settle(is_blocking=False)
+
+
+def _before_compiling(_: object) -> None:
+    """Torch holds a lock meanwhile: what another thread is busy with is not waited for."""
+    flush_others(None)
 
 
 def _apply_for(func: object) -> list[WholestepError]:

@@ -132,6 +132,42 @@ def test_what_cannot_be_seen_raises(monkeypatch: pytest.MonkeyPatch) -> None:
     pair.assert_same()
 
 
+def _compiled(look: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    return torch.compile(look, fullgraph=True, backend="eager")
+
+
+def test_a_whole_graph_is_compiled_of_a_parameter_held_before() -> None:
+    """Torch's tracer would look into what applies an update."""
+    pair = Pair("sgd")
+    torch._dynamo.reset()
+    weights = [side.parameters[0] for side in pair.sides]
+    looks = [_compiled(lambda weight=weight: X @ weight.t()) for weight in weights]
+    for _ in range(3):
+        pair.steps(2)
+        assert is_pending(pair.ours)
+        assert torch.equal(looks[0]().detach(), looks[1]().detach())
+    torch._dynamo.reset()
+    pair.steps(2)
+    assert torch.equal(*(_compiled(lambda weight: weight * 2)(weight).detach() for weight in weights))
+    pair.assert_same()
+
+
+class _Special(Tensor):
+    """A class that somebody reads a parameter as."""
+
+
+def test_a_parameter_held_before_is_read_as_another_class() -> None:
+    pair = Pair("sgd")
+    weights = [side.parameters[0] for side in pair.sides]
+    pair.steps(2)
+    assert is_pending(pair.ours)
+    seen = [weight.as_subclass(_Special) for weight in weights]
+    assert torch.equal(*(tensor.detach().as_subclass(Tensor) for tensor in seen))
+    assert type(seen[1]) is _Special
+    del seen
+    pair.assert_same()
+
+
 # When nothing may wait
 
 
