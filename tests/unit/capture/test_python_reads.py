@@ -599,15 +599,19 @@ def test_one_written_dict_of_many_is_noticed(name: str, num_asked: int, make: Ca
     assert not unwritten()
 
 
-def test_a_step_leaves_the_namespace_of_its_optimizer_unwritten() -> None:
+@pytest.mark.parametrize("has_scheduler", [False, True])
+def test_a_step_leaves_the_namespace_of_its_optimizer_unwritten(has_scheduler: bool) -> None:
     world = small_world()()
+    scheduler = torch.optim.lr_scheduler.StepLR(world.optimizer, 1) if has_scheduler else None
     step = wholestep.compile(mse_step)
     for _ in range(20):  # Python may leave out a write of what is there already, but not once it has sped it up
         step(world.model, world.optimizer, X, Y)
     before = _recording_torch.dict_version(vars(world.optimizer))
     step(world.model, world.optimizer, X, Y)
     assert _recording_torch.dict_version(vars(world.optimizer)) == before
-    assert getattr(world.optimizer, "_opt_called", False)
+    assert getattr(world.optimizer, "_opt_called", False) is has_scheduler
+    if scheduler is not None:
+        scheduler.step()  # would warn, which is an error here
 
 
 # Classes of torch that a step names
