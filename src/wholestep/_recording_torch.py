@@ -59,6 +59,23 @@ def sizes_are_shown(is_asking: Callable[[Any], bool]) -> Generator[None]:
         yield
 
 
+@contextlib.contextmanager
+def text_of_rates(is_asking: Callable[[Any], bool], ask: Callable[[], Any]) -> Generator[None]:
+    """Call `ask()` where text is made of a symbolic float and `is_asking(frame)`: torch would show the symbol."""
+
+    def shown(original: Callable[..., str]) -> Callable[..., str]:
+        def show(number: torch.SymFloat, *spec: Any) -> str:
+            return ask() if is_asking(sys._getframe(1)) else original(number, *spec)
+
+        return show
+
+    with contextlib.ExitStack() as stack:
+        for name in ("__str__", "__repr__", "__format__"):
+            original = getattr(torch.SymFloat, name)
+            stack.enter_context(mock.patch.object(torch.SymFloat, name, shown(original)))
+        yield
+
+
 # Hooks that a step runs. Of a module: `_parameters` comes first, then all other dicts that it keeps its parts in.
 _MODULE_HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 _OPTIMIZER_HOOKS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")

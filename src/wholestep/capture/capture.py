@@ -28,15 +28,16 @@ from torch.optim import Optimizer
 from wholestep import _recording_torch, _torch
 from wholestep._threads import one_at_a_time
 from wholestep.capture import binding, blank, build, discover, source, swap, switches, tree
-from wholestep.capture.collect import Collected, collect
+from wholestep.capture.collect import Collected, collect, foreign_state
 from wholestep.capture.discover import Reachable
 from wholestep.capture.functional import Functional
 from wholestep.capture.interpose import interposed, others_waiting
 from wholestep.capture.layouts import new_fake_mode
 from wholestep.capture.leftovers import HandedOut
 from wholestep.capture.optimizer_state import State, initial_state
-from wholestep.capture.questions import Asked, Questions
+from wholestep.capture.questions import Answers, Asked, Questions
 from wholestep.capture.record import (
+    AsksBefore,
     Missed,
     Program,
     Recorder,
@@ -48,7 +49,6 @@ from wholestep.capture.record import (
     participants,
 )
 from wholestep.capture.record.calls import choose
-from wholestep.capture.record.numbers import Number
 from wholestep.capture.record.places import ARGUMENTS, Rooted, Step
 from wholestep.capture.session import Session
 from wholestep.capture.trail import Trail
@@ -93,10 +93,6 @@ class Capture:
     is_blank: bool = False
 
 
-class _AsksBefore(BaseException):
-    """The step branches on a value: it is traced again, with rates and numbers in optimizers' state known before."""
-
-
 @dataclass
 class _Call:
     """One capture in progress."""
@@ -112,6 +108,8 @@ class _Call:
     handed_out: HandedOut
     unseen: frozenset[FunctionType] = frozenset()
     """Functions that would run unseen if they were not followed from the start."""
+    fixed: frozenset[tuple[Any, ...]] = frozenset()
+    """Paths of rates and of numbers in state that torch must have the value of."""
     asks_before: bool = False
     """Whether Python computes with learning rates, and with what optimizers make of their state, before each call."""
     session: Session = field(init=False)
@@ -121,8 +119,8 @@ class _Call:
     parameter_names: dict[int, str] = field(default_factory=dict)
     flags: dict[str, list[Any]] = field(default_factory=dict)
     lent_groups: dict[int, list[torch.Tensor]] = field(default_factory=dict)
-    rates: list[Number] = field(default_factory=list[Number])
-    """Learning rates that Python computes with."""
+    rates: list[Any] = field(default_factory=list[Any])
+    """Learning rates that Python computes with, or that are no numbers."""
 
     def __post_init__(self) -> None:
         is_imagined = any(map(blank.is_blank, _tensors(self.found, self.args, self.kwargs)))
@@ -135,6 +133,7 @@ class _Call:
             questions=Questions(
                 is_answering=self.answers and not is_imagined, of_state=self.asks_before and not is_imagined
             ),
+            fixed_answers=frozenset(path[1] for path in self.fixed if path[0] is Answers),
         )
         self.recorder = self.session.recorder = Recorder(self.numbers)
 
@@ -144,6 +143,7 @@ class _Call:
         found: Reachable | None = None,
         numbers: NumberPaths | None = None,
         unseen: Iterable[FunctionType] = (),
+        fixed: Iterable[tuple[Any, ...]] = (),
         asks_before: bool = False,
     ) -> _Call:
         """The same capture from its start, with more that is known."""
@@ -155,6 +155,7 @@ class _Call:
             self.answers,
             self.handed_out,
             self.unseen.union(unseen),
+            self.fixed.union(fixed),
             self.asks_before or asks_before,
         )
 
@@ -245,7 +246,7 @@ def _trace(call: _Call) -> tuple[_Call, fx.GraphModule, Collected]:
         raise CaptureError(error.message, location=location, advice=error.advice) from error
     except _torch.DATA_DEPENDENT_ERRORS as error:
         if not call.asks_before:
-            raise _AsksBefore from error
+            raise AsksBefore from error
         asking = f"{type(call.session.optimizer).__name__}.step()" if call.session.optimizer else "the step"
         raise CaptureError(
             f"{asking} depends on a value that is only known when it runs ({_first_line(error)})",
@@ -276,8 +277,22 @@ def _trace_until_complete(call: _Call) -> tuple[_Call, fx.GraphModule, Collected
         except Missed as missed:
             call = call.again(found=discover.with_module(call.found, missed.module))
         except Unsymbolic as error:
-            call = call.again(numbers=tuple(path for path in call.numbers if path not in error.paths))
-        except _AsksBefore:
+            fixed = frozenset(map(_fixed, error.paths))
+            if not fixed - call.fixed:
+                raise CaptureError(
+                    "the step computes with a number in a way that needs its value, and gets another one each time",
+                    location=discover.location_of(call.function),
+                    advice="Keep it in a tensor",
+                ) from error
+            numbers = tuple(path for path in call.numbers if path not in error.paths)
+            call = call.again(numbers=numbers, fixed=fixed)
+        except AsksBefore as error:
+            if call.asks_before:
+                raise CaptureError(
+                    "the step makes text of a value that is only known when it runs",
+                    location=source.raising_line(error) or discover.location_of(call.function),
+                    advice=source.VALUE_ADVICE,
+                ) from error
             call = call.again(asks_before=True)
         except Unseen as error:
             functions = frozenset(error.functions())
@@ -293,6 +308,11 @@ def _trace_until_complete(call: _Call) -> tuple[_Call, fx.GraphModule, Collected
                 raise
             # Somebody takes nothing but real numbers: each value is a capture then.
             call = call.again(numbers=())
+
+
+def _fixed(path: tuple[Any, ...]) -> tuple[Any, ...]:
+    """A path as it is known in another trace, whose answers to questions are others."""
+    return (Answers, path[-1][1]) if isinstance(path[0].owner, Answers) else path
 
 
 def _recording(call: _Call, result: Collected, graph: StepGraph) -> Recording:
@@ -464,8 +484,8 @@ def _lent_optimizer(call: _Call, name: str, optimizer: Optimizer) -> contextlib.
         slot = Slot(SlotKind.STATE, call.parameter_names[id(parameter)], f"{name}.{key}" if several else key)
         if isinstance(value, torch.Tensor):
             return _lift(call, value, slot, binding.StateOf(optimizer, parameter, key))
-        if type(value) in (int, float):
-            path = (Rooted(optimizer), (Step.ATTRIBUTE, "state"), (Step.ITEM, parameter), (Step.ITEM, key))
+        path = (Rooted(optimizer), (Step.ATTRIBUTE, "state"), (Step.ITEM, parameter), (Step.ITEM, key))
+        if type(value) in (int, float) and path not in call.fixed:
             value = call.recorder.ledger.steady_leaf(value, path)
         call.session.state_before[id(optimizer), id(twin_of(parameter)), key] = value
         return value
@@ -475,16 +495,21 @@ def _lent_optimizer(call: _Call, name: str, optimizer: Optimizer) -> contextlib.
         if isinstance(value, torch.Tensor):
             return _lift(call, value, slot, binding.LearningRate(optimizer, group))
         path = (Rooted(optimizer), (Step.ATTRIBUTE, "param_groups"), (Step.ITEM, group), (Step.ITEM, "lr"))
-        if call.asks_before and type(value) in (int, float):
+        if type(value) not in (int, float) or path in call.fixed:
+            call.rates.append(value)
+            return value
+        if call.asks_before or type(value) is int:
             call.rates.append(call.recorder.ledger.steady_leaf(value, path))
             return call.rates[-1]
-        symbol = _lift(call, float(value), slot, binding.LearningRate(optimizer, group))
+        symbol = _lift(call, value, slot, binding.LearningRate(optimizer, group))
         call.recorder.add_rate(symbol, path, type(value))
         return symbol
 
     def twin_of(parameter: torch.Tensor) -> torch.Tensor:
         return call.session.twins[id(parameter)]
 
+    if any(id(parameter) not in call.parameter_names for parameter in optimizer.state):
+        raise foreign_state(name)
     wrappers = call.found.wrappers.get(name, [])
     return swap.lent_optimizer(optimizer, call.states[name], twin_of, lift_state, lift_rate, call.lent_groups, wrappers)
 

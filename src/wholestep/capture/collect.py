@@ -10,11 +10,11 @@ import torch
 from torch.optim import Optimizer
 
 from wholestep import _torch
-from wholestep.capture import binding
+from wholestep.capture import binding, source
 from wholestep.capture.discover import Reachable
 from wholestep.capture.record.effects import Effects, find_effects
 from wholestep.capture.record.numbers import Number
-from wholestep.capture.record.places import ABSENT, is_plain
+from wholestep.capture.record.places import ABSENT
 from wholestep.capture.record.templates import Template, Templates, refuse_attributes
 from wholestep.capture.session import Lifted, Reassigned, Session
 from wholestep.errors import CaptureError
@@ -40,7 +40,7 @@ class Collected:
     constants: dict[str, Any] = field(default_factory=dict)
     new_slots: dict[str, Slot] = field(default_factory=dict)
     state: list[tuple[binding.StateOf, Template]] = field(default_factory=list[tuple[binding.StateOf, Template]])
-    """Objects that the step leaves in the state of optimizers."""
+    """What the step leaves in the state of optimizers besides tensors and numbers of the graph."""
 
     def add(self, value: Any) -> int:
         self.values.append(_torch.from_functional(value) if isinstance(value, torch.Tensor) else value)
@@ -139,7 +139,7 @@ def _collect_outputs(
     state = [
         (binding.StateOf(optimizer, owner, key), templates.of(value, f"the step keeps in the state of {name}"))
         for name, optimizer in found.optimizers.items()
-        for owner, key, value in _objects_in_state(session, optimizer)
+        for owner, key, value in _python_in_state(session, optimizer)
     ]
     recorder.needed = templates.numbers
     result = Collected(outputs, effects, [], len(values), state=state)
@@ -148,18 +148,18 @@ def _collect_outputs(
     return result
 
 
-def _objects_in_state(session: Session, optimizer: Optimizer) -> Iterator[tuple[torch.Tensor, Any, Any]]:
-    """What the step has put into an optimizer's state that is neither a tensor nor plain: lists, dicts, objects."""
+def _python_in_state(session: Session, optimizer: Optimizer) -> Iterator[tuple[torch.Tensor, Any, Any]]:
+    """What the step has put into an optimizer's state that is neither a tensor nor a number of the graph."""
     owners = {id(lifted.twin): lifted.real for lifted in session.parameters}
     for twin, entries in optimizer.state.items():
         for key, value in entries.items() if id(twin) in owners else ():
             before = session.state_before.get((id(optimizer), id(twin), key), ABSENT)
-            if value is not before and _is_object(value):
+            if value is not before and _is_of_python(value):
                 yield owners[id(twin)], key, value
 
 
-def _is_object(value: Any) -> bool:
-    return not (isinstance(value, (torch.Tensor, *_SYMBOLIC)) or type(value) is Number or is_plain(value))
+def _is_of_python(value: Any) -> bool:
+    return not (isinstance(value, (torch.Tensor, *_SYMBOLIC)) or type(value) is Number)
 
 
 def _collect_buffers(
@@ -218,13 +218,15 @@ def _collect_state(
         if any(key[0] == id(optimizer) and key not in present for key in (*slots, *session.state_before)):
             raise CaptureError(f"the step removes state of {name}", advice="Reset optimizer state outside the step")
         for twin, entries in optimizer.state.items():
-            if not entries and id(twin) in owners:
+            if id(twin) not in owners:
+                raise foreign_state(name)
+            if not entries:
                 session.empty_states.append((optimizer, owners[id(twin)].real))
             for key, value in entries.items():
                 known = slots.get((id(optimizer), id(twin), key))
                 is_as_before = known is not None and value is known.twin
                 before = session.state_before.get((id(optimizer), id(twin), key), ABSENT)
-                if is_as_before or value is before or _is_object(value):
+                if is_as_before or value is before or _is_of_python(value):
                     continue
                 if known is not None and isinstance(value, torch.Tensor) and _type_of(value) == _type_of(known.twin):
                     rebound.add(known.slot.id)
@@ -235,6 +237,14 @@ def _collect_state(
                 slot = known.slot if known is not None else Slot(SlotKind.STATE, owner.slot.name, slot_key)
                 bindings.setdefault(slot.id, binding.StateOf(optimizer, owner.real, key))
                 _add_result(result, slot, session.symbol(value) if type(value) is Number else value)
+
+
+def foreign_state(name: str) -> CaptureError:
+    return CaptureError(
+        f"the state of {name} has an entry that belongs to none of its parameters",
+        location=source.current_location(),
+        advice="Keep it in an attribute of the optimizer, or in a parameter group",
+    )
 
 
 def _collect_gradients(session: Session, result: Collected) -> None:

@@ -49,6 +49,14 @@ _READS_A_VALUE = {
 # More than a number: an array, or text.
 _SHOWS_A_VALUE = (torch.Tensor.numpy, torch.Tensor.__format__, torch.Tensor.__repr__)
 _NO_SYMBOLIC_KERNEL = (F.pad, torch.constant_pad_nd, F.linear)
+_DIFFERENCES: dict[Callable[..., Any], Callable[..., Any]] = {
+    torch.sub: torch.add,
+    torch.subtract: torch.add,
+    torch.Tensor.sub: torch.Tensor.add,
+    torch.Tensor.sub_: torch.Tensor.add_,
+    torch.Tensor.subtract: torch.Tensor.add,
+    torch.Tensor.subtract_: torch.Tensor.add_,
+}
 _OUT_OF_PLACE = (torch.bernoulli, torch.Tensor.bernoulli)
 _READS_BY_NAME = {"__bool__": _READS_A_VALUE[torch.Tensor.__bool__], "tolist": ".tolist()"}
 _OTHERS_WAIT_S = 600.0
@@ -101,6 +109,9 @@ class Interposer(TorchFunctionMode):
             outputs = args[0] if args else kwargs["outputs"]
             outputs = [outputs] if isinstance(outputs, torch.Tensor) else outputs
             _autograd_torch.use_derivatives_of_eager([output.grad_fn for output in outputs])
+        if func in _DIFFERENCES and isinstance(kwargs.get("alpha"), (torch.SymFloat, torch.SymInt)):
+            # As torch's kernels do it; while it is traced, a difference asks whether the factor is 1.
+            return _DIFFERENCES[func](*args, **{**kwargs, "alpha": -kwargs["alpha"]})
         if func in (torch.tensor, torch.as_tensor) and args and _has_symbols(args[0]):
             return _tensor_of_symbols(*args, **kwargs)
         if func == _DATA_SET:  # each look-up makes a new wrapper object

@@ -41,6 +41,10 @@ def is_asking(func: Any) -> bool:
     return torch.Tag.data_dependent_output in _torch.tags(func) and returned in (["number"], ["bool"])
 
 
+class Answers(list[Any]):
+    """The values of one call, in the order of the questions."""
+
+
 @dataclass(frozen=True)
 class Answer:
     """What a value was at capture, and the line that asked for it."""
@@ -60,7 +64,7 @@ class Asked:
 
     graph: StepGraph
     answers: tuple[Answer, ...]
-    found: list[Any]
+    found: Answers
 
 
 @dataclass
@@ -73,7 +77,7 @@ class Questions:
     is_answering: bool = False
     of_state: bool = False
     """Whether the state of optimizers may be asked about too."""
-    found: list[Any] = field(default_factory=list[Any])
+    found: Answers = field(default_factory=Answers)
     """All answers, in the order of the questions."""
     _asked: dict[fx.Node, Answer] = field(default_factory=dict)
     _values: dict[fx.Node, Any] = field(default_factory=dict)

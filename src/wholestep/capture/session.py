@@ -107,6 +107,8 @@ class Session:
     read_first: set[int] = field(default_factory=set)
     reassigned: dict[int, Reassigned] = field(default_factory=dict)
     """Traced tensors whose `.data` the step has exchanged, by their ids."""
+    fixed_answers: frozenset[int] = frozenset()
+    """Which of the questions torch must have a plain number for."""
     _numbers_in_state: dict[fx.Node, Number] = field(default_factory=dict[fx.Node, Number])
     _incoming_frozen: bool = False
     _clearing: bool = False
@@ -222,8 +224,11 @@ class Session:
         if tensor.numel() != 1 or tensor.dtype in _NOT_NUMBERS:
             return None
         if node not in self._numbers_in_state:
+            index = len(questions.found)
+            if index in self.fixed_answers:
+                return None
             value = self.answer(torch.ops.aten._local_scalar_dense.default, (tensor,), is_open=True)
-            path = (Rooted(questions.found), (Step.ITEM, len(questions.found) - 1))
+            path = (Rooted(questions.found), (Step.ITEM, index))
             self._numbers_in_state[node] = self.recorder.ledger.steady_leaf(value, path)
         return self._numbers_in_state[node]
 

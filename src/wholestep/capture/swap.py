@@ -61,24 +61,24 @@ def lent_optimizer(
     kept_attributes = dict(vars(optimizer))
     traced_state: defaultdict[Any, dict[str, Any]] = defaultdict(dict)
     own: list[tuple[dict[str, Any], dict[str, Any]]] = []
-    for index, group in enumerate(optimizer.param_groups):
-        parameters: list[torch.Tensor] = lent_groups.get(id(group)) or group["params"]
-        for p in parameters:
-            if p in state:
-                traced_state[twin_of(p)] = {key: lift_state(p, key, value) for key, value in state[p].items()}
-        if id(group) in lent_groups:
-            continue
-        lent_groups[id(group)] = parameters
-        own.append((group, kept_groups[index]))
-        group["params"] = [twin_of(p) for p in parameters]
-        if "lr" in group:
-            group["lr"] = lift_rate(index, group["lr"])
     kept_wrappers = [(vars(wrapper), dict(vars(wrapper))) for wrapper in wrappers]
-    for attributes, kept in kept_wrappers:
-        if kept.get("state") is kept_state:
-            attributes["state"] = traced_state
-    optimizer.state = traced_state
     try:
+        for index, group in enumerate(optimizer.param_groups):
+            parameters: list[torch.Tensor] = lent_groups.get(id(group)) or group["params"]
+            for p in parameters:
+                if p in state:
+                    traced_state[twin_of(p)] = {key: lift_state(p, key, value) for key, value in state[p].items()}
+            if id(group) in lent_groups:
+                continue
+            lent_groups[id(group)] = parameters
+            own.append((group, kept_groups[index]))
+            group["params"] = [twin_of(p) for p in parameters]
+            if "lr" in group:
+                group["lr"] = lift_rate(index, group["lr"])
+        for attributes, kept in kept_wrappers:
+            if kept.get("state") is kept_state:
+                attributes["state"] = traced_state
+        optimizer.state = traced_state
         yield
     finally:
         for group, kept in own:

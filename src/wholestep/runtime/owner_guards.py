@@ -247,7 +247,10 @@ def _options(group: dict[str, Any]) -> dict[str, Any]:
         for key, value in group.items()
         if key not in _NOT_OPTIONS
     }
-    options["type of lr"] = "tensor" if isinstance(group.get("lr"), torch.Tensor) else "float"
+    rate = group.get("lr")
+    options["type of lr"] = "tensor" if isinstance(rate, torch.Tensor) else type(rate).__name__
+    if not isinstance(rate, torch.Tensor) and type(rate) not in (int, float):
+        options["lr"] = rate
     return options
 
 

@@ -4,6 +4,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -200,6 +201,89 @@ def test_optimizers_of_torch_that_branch_on_their_count(kind: str, options: dict
     twins = Twins(build, mse_step)
     twins.steps(12, X, Y)
     assert twins.num_captures <= 3, twins.reasons
+
+
+class Plain(Hand):
+    """Keeps what is neither tensor nor number in its state, and goes by it."""
+
+    def update(self, parameter: Tensor, gradient: Tensor, group: dict[str, Any], state: dict[str, Any]) -> None:
+        if not state:
+            state.update(is_odd=False, name="a", pair=(0, 1.0), last=None, counts=np.zeros(1), size=np.int64(0))
+        state["is_odd"] = not state["is_odd"]
+        state["name"] = "b" if state["name"] == "a" else "a"
+        state["pair"] = (state["pair"][0] + 1, 1.0)
+        state["last"] = gradient.clone() if state["last"] is None else None
+        state["counts"][0] += 1
+        state["size"] = state["size"] + np.int64(1)
+        factor = (
+            (1 + state["is_odd"]) * (2 if state["name"] == "a" else 1) * (1 + state["pair"][0] + state["counts"][0])
+        )
+        parameter.add_(gradient, alpha=-0.001 * float(factor + state["size"]))
+
+
+def test_anything_in_the_state_of_an_optimizer() -> None:
+    twins = Twins(small_world(make_optimizer=Plain), mse_step, compare_kept=False)
+    for _ in range(5):
+        twins.step(X, Y)
+        kept = [[{k: v for k, v in s.items() if k != "last"} for s in w.optimizer.state.values()] for w in twins.worlds]
+        assert kept[0] == kept[1]
+        types = [[[*map(type, s.values())] for s in one] for one in kept]
+        assert types[0] == types[1]
+
+
+class Subtracting(Hand):
+    """A factor of a difference that is a rate, or computed from a count."""
+
+    def update(self, parameter: Tensor, gradient: Tensor, group: dict[str, Any], state: dict[str, Any]) -> None:
+        state["n"] = state.get("n", 0) + 1
+        parameter.sub_(gradient, alpha=group["lr"])
+        parameter.copy_(torch.sub(parameter, gradient, alpha=0.1 / state["n"]))
+
+
+class Telling(Hand):
+    """Makes text of its rate, and keeps the rate itself."""
+
+    def update(self, parameter: Tensor, gradient: Tensor, group: dict[str, Any], state: dict[str, Any]) -> None:
+        group["text"], group["kept"] = f"lr {group['lr']} {group['lr']:.3f}" + str(group["lr"]), group["lr"]
+        parameter.add_(gradient, alpha=-0.01 * group["lr"])
+
+
+@pytest.mark.parametrize("kind", [Subtracting, Telling])
+@pytest.mark.parametrize("rate", [0.1, 1])
+def test_rates_as_factors_and_texts(kind: type[Hand], rate: float) -> None:
+    twins = Twins(small_world(make_optimizer=partial(kind, lr=rate)), mse_step)
+    twins.steps(2, X, Y)
+    for value in (0.5, 2, 3.0):
+        twins.change(lambda world, value=value: world.optimizer.param_groups[0].update(lr=value))
+        twins.steps(2, X, Y)
+    groups = [world.optimizer.param_groups[0] for world in twins.worlds]
+    for key in set(groups[0]) - {"params"}:
+        eager, compiled = (group[key] for group in groups)
+        assert (eager, type(eager)) == (compiled, type(compiled))
+
+
+@pytest.mark.parametrize("rate", [None, "auto", [0.1]])
+def test_rates_that_are_no_numbers(rate: Any) -> None:
+    class Fixed(Hand):
+        def update(self, parameter: Tensor, gradient: Tensor, group: dict[str, Any], state: dict[str, Any]) -> None:
+            parameter.add_(gradient, alpha=-0.1 if group["lr"] is None else -0.2)
+
+    twins = Twins(small_world(make_optimizer=partial(Fixed, lr=rate)), mse_step)
+    twins.steps(2, X, Y)
+    twins.change(lambda world: world.optimizer.param_groups[0].update(lr=None if rate else 0.1))
+    twins.steps(2, X, Y)
+
+
+def test_state_of_no_parameter_is_refused() -> None:
+    class Shared(Hand):
+        def update(self, parameter: Tensor, gradient: Tensor, group: dict[str, Any], state: dict[str, Any]) -> None:
+            self.state["all"]["n"] = 1  # pyright: ignore[reportArgumentType]
+
+    world = small_world(make_optimizer=Shared)()
+    with pytest.raises(wholestep.CaptureError, match="an entry that belongs to none of its parameters"):
+        wholestep.compile(mse_step)(world.model, world.optimizer, X, Y)
+    assert not world.optimizer.state
+    assert next(world.model.parameters()) is world.optimizer.param_groups[0]["params"][0]
 
 
 class Slow(Optimizer):

@@ -1,15 +1,17 @@
 """What Python a step reads, writes and draws while it is traced: guards for later calls, and effects to do again."""
 
+from wholestep.capture.record.again import AsksBefore, Missed, Unsymbolic
 from wholestep.capture.record.guard import Difference, ReadGuard
 from wholestep.capture.record.listen import listening
 from wholestep.capture.record.net import Unseen
 from wholestep.capture.record.numbers import Number, is_number
 from wholestep.capture.record.program import Broken, Program
-from wholestep.capture.record.recorder import Missed, Recorder, Unsymbolic
+from wholestep.capture.record.recorder import Recorder
 from wholestep.capture.record.recording import Current, Recording
 from wholestep.capture.record.templates import Filling, Template
 
 __all__ = [
+    "AsksBefore",
     "Broken",
     "Current",
     "Difference",

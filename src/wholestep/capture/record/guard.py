@@ -7,6 +7,7 @@ compares as they expect. What passes there is what the expression asks for from 
 
 from __future__ import annotations
 
+import collections
 import operator
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
@@ -51,7 +52,8 @@ class ReadGuard:
 
     def __init__(self, roots: list[Place], type_of: Callable[[Any], Any]) -> None:
         """`type_of` is all that matters about what stands in a tensor's place."""
-        self._places = [place for root in roots for place in _walk(root)]
+        # Functions with a cache are asked last: what they compute for nothing stays in the cache.
+        self._places = sorted([place for root in roots for place in _walk(root)], key=_is_asked)
         self._roots = roots
         self._type_of = type_of
         self._types = {p: type_of(p.value) for p in self._places if p.expectation is Expectation.TENSOR}
@@ -81,6 +83,7 @@ class ReadGuard:
         """None if the call fits."""
         if self._fast is None:
             terms = [term for place in self._places for term in self._terms_of(place)]
+            terms.sort(key=lambda term: ", CALL, " in term)
             self._fast = self._generated(["[*map(type, objects)] == classes", *terms])
         try:
             if self._quiet is not None and self._quiet(call):
@@ -152,7 +155,7 @@ class ReadGuard:
             is_alike = value is place.value or is_made_anew(place.value, value) or _is_being_traced(place, value)
             return is_alike and type(value) is place.kind
         if expected in (Expectation.OPEN, Expectation.NUMBER):
-            return type(value) is place.kind
+            return type(value) is place.kind and _maxlen(value) == place.maxlen
         if expected is Expectation.TENSOR:
             return self._type_of(value) == self._types[place]
         if expected is Expectation.ARRAY:
@@ -311,6 +314,15 @@ class ReadGuard:
                 names[f"in_{self._name(place)}"] = class_namespace(value) if isinstance(value, type) else value
             if place.expectation is Expectation.ARRAY:
                 names[f"expected_{self._name(place)}"] = place.value
+
+
+def _maxlen(value: Any) -> int | None:
+    return value.maxlen if isinstance(value, collections.deque) else None
+
+
+def _is_asked(place: Place) -> bool:
+    """Whether something is what a function returns, or a part of that."""
+    return place.step is Step.CALL or (place.parent is not None and _is_asked(place.parent))
 
 
 def _is_object(place: Place) -> bool:

@@ -19,6 +19,7 @@ import torch
 
 from wholestep import _recording_torch
 from wholestep.capture.record import classes, net, reads, standins, tensors, whole
+from wholestep.capture.record.again import AsksBefore
 from wholestep.capture.record.calls import choose
 from wholestep.capture.record.follow import Followers
 from wholestep.capture.record.instrument import Hooks, Instrumenter
@@ -42,12 +43,17 @@ def listening(recorder: Recorder) -> Generator[None]:
     try:
         with (
             _recording_torch.sizes_are_shown(lambda frame: is_followed(frame.f_code)),
+            _recording_torch.text_of_rates(lambda frame: is_followed(frame.f_code), _ask_before),
             net.spread(is_followed, lambda: recorder.is_deaf),
         ):
             yield
     finally:
         _active.pop()
         recorder.followers.restore()
+
+
+def _ask_before() -> None:
+    raise AsksBefore
 
 
 def _hook(num_owners: int) -> Callable[[Callable[..., Any]], Callable[..., Any]]:

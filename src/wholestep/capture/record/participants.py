@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 from wholestep import _recording_torch
 from wholestep.capture import tree
 from wholestep.capture.record.numbers import Number
-from wholestep.capture.record.places import Expectation, Place, Rooted, Step, is_plain
+from wholestep.capture.record.places import ABSENT, Expectation, Place, Rooted, Step, expectation, is_plain
 
 if TYPE_CHECKING:
     from wholestep.capture.record.recorder import Recorder
@@ -49,6 +49,11 @@ def add_optimizer(recorder: Recorder, optimizer: Optimizer, label: str) -> None:
         recorder.note(groups, Step.ITEM, index, group)
         options = {key: value for key, value in group.items() if not is_managed_item(key)}
         recorder.manage(group, options, is_watched=True)
+        rate = group.get("lr")
+        if not (isinstance(rate, (torch.Tensor, torch.SymFloat)) or type(rate) is Number):  # or it is an input
+            place = recorder.place_of(group)
+            assert place is not None
+            _part(place, Step.ITEM, "lr", group.get("lr", ABSENT), expectation(group.get("lr", ABSENT)))
         recorder.about_to_change(group)
         for key, value in options.items():
             if isinstance(value, torch.Tensor):  # an input, whoever reads it
@@ -65,26 +70,29 @@ def add_optimizer(recorder: Recorder, optimizer: Optimizer, label: str) -> None:
 
 
 def _watch_state(recorder: Recorder, optimizer: Optimizer) -> None:
-    """Objects in an optimizer's state (lists, dicts) are the user's like any other; tensors and numbers are inputs."""
+    """What an optimizer's state holds besides tensors and numbers, which are inputs, is expected at each call.
+
+    Objects (lists, dicts, arrays) are the user's like any other.
+    """
     state = None
     for twin, entries in optimizer.state.items():
         known = recorder.twins.of(twin)
-        objects = {key: value for key, value in entries.items() if _is_object(value)}
-        if known is None or not objects:
+        others = {k: v for k, v in entries.items() if not (type(v) is Number or isinstance(v, torch.Tensor))}
+        if known is None or not others:
             continue
-        state = state or _part(recorder.root(optimizer), Step.ATTRIBUTE, "state", optimizer.state)
-        above = _part(state, Step.ITEM, known.real, entries)
-        for key, value in objects.items():
-            recorder.stands_at(value, _part(above, Step.ITEM, key, value))
-            recorder.follow_operators(value)
+        state = state or _part(recorder.root(optimizer), Step.ATTRIBUTE, "state", optimizer.state, Expectation.OPEN)
+        above = _part(state, Step.ITEM, known.real, entries, Expectation.OPEN)
+        for key, value in others.items():
+            place = _part(above, Step.ITEM, key, value, expectation(value))
+            if not is_plain(value):
+                recorder.stands_at(value, place)
+                recorder.follow_operators(value)
+            if place.expectation is Expectation.ARRAY:
+                place.value = value.copy()
 
 
-def _is_object(value: Any) -> bool:
-    return not (is_plain(value) or type(value) is Number or isinstance(value, torch.Tensor))
-
-
-def _part(above: Place, step: Step, key: Any, value: Any) -> Place:
-    place = Place(above, step, key, value, Expectation.OPEN)
+def _part(above: Place, step: Step, key: Any, value: Any, expected: Expectation) -> Place:
+    place = Place(above, step, key, value, expected)
     above.children[step, key if is_plain(key) else Rooted(key)] = place
     return place
 

@@ -137,8 +137,12 @@ class Place:
     kind: type = field(init=False)
     """The type of what was found."""
 
+    maxlen: int | None = field(init=False)
+    """How long it may become, if it is a deque."""
+
     def __post_init__(self) -> None:
         self.kind = type(value_of(self.value))
+        self.maxlen = self.value.maxlen if isinstance(self.value, collections.deque) else None
 
     def look_again(self) -> None:
         """Note what is open here and further on as it really stands there: while a step is traced, stand-ins may."""

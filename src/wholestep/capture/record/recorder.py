@@ -27,6 +27,7 @@ from torch.optim import Optimizer
 from wholestep import _torch
 from wholestep.capture import source
 from wholestep.capture.record import outside, participants, reads, whole
+from wholestep.capture.record.again import Missed, Unsymbolic
 from wholestep.capture.record.calls import BUILTINS, choose, told
 from wholestep.capture.record.follow import Followers, functions_in, is_of_torch
 from wholestep.capture.record.numbers import Ledger, Number, origins_of, settled
@@ -49,22 +50,6 @@ from wholestep.errors import CaptureError
 
 _MOST_ITEMS = 20_000
 _SKIPPED: frozenset[type] = PLAIN_TYPES | {Number, torch.Size}
-
-
-class Unsymbolic(BaseException):
-    """Torch needs the value of a number that was to stay symbolic: traced again with it as it is."""
-
-    def __init__(self, paths: frozenset[tuple[Any, ...]]) -> None:
-        super().__init__(len(paths))
-        self.paths = paths
-
-
-class Missed(BaseException):
-    """The step calls a model that nobody has found before: it is traced again with that one among its inputs."""
-
-    def __init__(self, module: nn.Module) -> None:
-        super().__init__(type(module).__name__)
-        self.module = module
 
 
 class Recorder:

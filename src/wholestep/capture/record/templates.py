@@ -19,6 +19,7 @@ import numpy as np
 import torch
 
 from wholestep import _torch
+from wholestep.capture.record.again import AsksBefore
 from wholestep.capture.record.numbers import Number, name_of
 from wholestep.capture.record.places import ABSENT, Expectation, Place, Step, find, is_open, is_plain, slot_names, take
 from wholestep.capture.record.standins import is_stand_in
@@ -215,7 +216,9 @@ class Templates:
         if type(value) is Number:
             self.numbers.add(name_of(value))
             return Numeric(name_of(value))
-        if isinstance(value, (torch.Tensor, torch.SymInt, torch.SymFloat, torch.SymBool)):
+        if isinstance(value, torch.SymBool):
+            raise AsksBefore
+        if isinstance(value, (torch.Tensor, torch.SymInt, torch.SymFloat)):
             return self._tensor(value)
         if is_plain(value):
             return Constant(value)

@@ -1,0 +1,27 @@
+"""Why a trace begins again from its start, with more that is known."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+
+
+class Unsymbolic(BaseException):
+    """Torch needs the value of a number that was to stay symbolic: traced again with it as it is."""
+
+    def __init__(self, paths: frozenset[tuple[Any, ...]]) -> None:
+        super().__init__(len(paths))
+        self.paths = paths
+
+
+class Missed(BaseException):
+    """The step calls a model that nobody has found before: it is traced again with that one among its inputs."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__(type(module).__name__)
+        self.module = module
+
+
+class AsksBefore(BaseException):
+    """The step branches on a value, or makes text of it: traced again, with rates and state known before it runs."""
