@@ -33,6 +33,7 @@ from wholestep.capture.record.places import (
 )
 
 _EXACT = (dict, list, tuple)
+_IMMUTABLE = (tuple, frozenset)
 _SHARED = ("__code__", "__mro__")
 """What is asked of all functions and of all classes at once."""
 _UNSEEN = object()
@@ -220,7 +221,7 @@ class ReadGuard:
         step, expected = place.step, place.expectation
         if place.is_given:
             return  # the structure of the arguments is guarded as such
-        if _is_shared(place):
+        if _is_shared(place) or self._is_of_immutable(place):
             return
         if step is Step.ITEM:
             is_plain_item = place.parent.is_given or type(self._now[place.parent]) in _EXACT
@@ -246,6 +247,11 @@ class ReadGuard:
             if isinstance(self._now[place.parent], type):
                 owner = f"{owner}.__dict__"
             yield f"(len({owner}) == len({value}) and all(map(is_, {owner}, {value})) or same(tuple({owner}), {value}))"
+
+    def _is_of_immutable(self, place: Place) -> bool:
+        """Whether the owner is an object that has what it had for as long as it is the very object that it was."""
+        owner = place.parent
+        return owner is not None and not owner.is_given and type(self._now[owner]) in _IMMUTABLE
 
     def _test(self, get: str, owner: str, key: str, value: str, expected: Expectation) -> Iterator[str]:
         if expected is Expectation.ABSENT:
