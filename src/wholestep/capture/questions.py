@@ -17,6 +17,7 @@ guards the branches.
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Container, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -57,13 +58,15 @@ class Answer:
 
 @dataclass(frozen=True)
 class Asked:
-    """All questions of a step as one graph, whose outputs are to be equal to the answers that are not open.
+    """The questions of a step as one graph, whose outputs are to be equal to the answers that are not open.
 
-    `found` holds the answers of the call that is running.
+    Left out are those that depend on no input: their answer is certain. `found` holds the answers of the call that is
+    running, to all questions; `places` says where in there those of the graph stand.
     """
 
     graph: StepGraph
     answers: tuple[Answer, ...]
+    places: tuple[int, ...]
     found: Answers
 
 
@@ -85,8 +88,8 @@ class Questions:
     def can_answer(self, node: fx.Node, reals: Mapping[str, Any], slots: Mapping[str, Slot]) -> bool:
         """Whether a value is known before the step runs; `reals` and `slots` are those of inputs, by their names."""
         kinds = (*(_KNOWN_BEFORE if self.is_answering else ()), *((SlotKind.STATE,) if self.of_state else ()))
-        nodes = _ancestors(node) if kinds else None
-        return nodes is not None and all(_is_known_before(other, kinds, reals, slots) for other in nodes)
+        nodes = _ancestors(node, _MAX_NODES) if kinds else []
+        return 0 < len(nodes) <= _MAX_NODES and all(_is_known_before(other, kinds, reals, slots) for other in nodes)
 
     def answer(
         self, tracer: Any, func: Any, args: tuple[Any, ...], reals: Mapping[str, Any], *, is_open: bool = False
@@ -109,47 +112,51 @@ class Questions:
     def settled(self, slots: Mapping[str, Slot], fake_mode: Any) -> Asked | None:
         """The questions as a graph of their own, once all inputs of the traced graph are placeholders."""
         self._values.clear()
-        if not self._asked:
+        needs = {node: _ancestors(node) for node in self._asked}
+        places = {node: index for index, node in enumerate(self._asked) if any(map(_is_input, needs[node]))}
+        if not places:
             return None
-        needed = {other for node in self._asked for other in (node, *(_ancestors(node) or ()))}
+        needed = {other for node in places for other in needs[node]}
         graph = fx.Graph()
         copies: dict[fx.Node, fx.Node] = {}
-        in_order = [node for node in next(iter(self._asked)).graph.nodes if node in needed]
-        for node in sorted(in_order, key=lambda node: node.op != "placeholder"):  # stable: inputs first
+        in_order = [node for node in next(iter(places)).graph.nodes if node in needed]
+        for node in sorted(in_order, key=lambda node: not _is_input(node)):  # stable: inputs first
             copies[node] = graph.node_copy(node, copies.__getitem__)
             copies[node].meta.setdefault("phase", Phase.FORWARD)
-        outputs = tuple(copies[node] for node in self._asked)
+        outputs = tuple(copies[node] for node in places)
         graph.output({"outputs": outputs, "updates": {}, "results": {}})
-        own = {copies[node].name: slots[node.name] for node in in_order if node.op == "placeholder"}
+        own = {copies[node].name: slots[node.name] for node in in_order if _is_input(node)}
         asked = StepGraph(_torch.graph_module(nn.Module(), graph), own, fake_mode)
-        return Asked(asked, tuple(self._asked.values()), self.found)
+        return Asked(asked, tuple(self._asked[node] for node in places), tuple(places.values()), self.found)
 
 
-def _ancestors(node: fx.Node) -> list[fx.Node] | None:
-    """A node and all that it is computed from; None if that is more than a question may cost."""
+def _ancestors(node: fx.Node, enough: float = math.inf) -> list[fx.Node]:
+    """A node and all that it is computed from; not all of that if it is more than `enough`."""
     seen: dict[fx.Node, None] = {}
     pending = [node]
-    while pending:
+    while pending and len(seen) <= enough:
         current = pending.pop()
         if current not in seen:
             seen[current] = None
             pending += current.all_input_nodes
-        if len(seen) > _MAX_NODES:
-            return None
     return list(seen)
+
+
+def _is_input(node: fx.Node) -> bool:
+    return node.op == "placeholder"
 
 
 def _is_known_before(
     node: fx.Node, kinds: Container[SlotKind], reals: Mapping[str, Any], slots: Mapping[str, Slot]
 ) -> bool:
-    if node.op == "placeholder":
+    if _is_input(node):
         return slots[node.name].kind in kinds and not blank.is_blank(reals[node.name])
     return node.op == "get_attr" or (node.op == "call_function" and ops.is_pure(node.target))
 
 
 def _evaluated(node: fx.Node, tracer: Any, reals: Mapping[str, Any], values: dict[fx.Node, Any]) -> Any:
     """The real value of a node; `values` has those that are known already."""
-    wanted = {*(_ancestors(node) or ())}
+    wanted = {*_ancestors(node)}
     for other in node.graph.nodes:
         if other not in wanted or other in values:
             continue

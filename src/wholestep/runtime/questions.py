@@ -11,7 +11,7 @@ def question_guards(capture: Capture) -> list[Check]:
     """Nothing for a step that asks nothing; it comes last, as it takes the types of the arguments for granted."""
     if capture.asked is None:
         return []
-    answers, last = capture.asked.answers, capture.asked.found
+    answers, places, last = capture.asked.answers, capture.asked.places, capture.asked.found
     expected = tuple([answer.value for answer in answers])
     are_open = any(answer.is_open for answer in answers)
     graph = Executable(capture.asked.graph, capture.bindings, "questions")
@@ -21,7 +21,8 @@ def question_guards(capture: Capture) -> list[Check]:
             found, _ = graph.run(now.leaves)
         except (RuntimeError, IndexError) as error:  # after another answer, later questions may make no sense
             return f"a value that the step looks at cannot be computed any more ({str(error).splitlines()[0]})"
-        last[:] = found
+        for place, value in zip(places, found, strict=True):
+            last[place] = value
         if found == expected and not are_open:
             return None
         # NaN is not equal to itself, and takes the same branches.

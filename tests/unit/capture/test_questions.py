@@ -192,3 +192,22 @@ def test_torch_looks_whether_a_mask_is_causal() -> None:
     for mask in (causal, torch.zeros(5, 5), causal):
         twins.step(features, mask)
     assert twins.num_captures == 2, twins.reasons
+
+
+def test_a_certain_answer_is_not_asked_for_again() -> None:
+    def asks(mask: Tensor) -> bool:
+        positions = torch.arange(len(mask))
+        return bool((positions.diff() == 1).all()) and bool(mask.all())
+
+    twins = Twins(small_world(), branching(asks))
+    for mask in MASKS:
+        twins.step(X, mask)
+        asked = twins.compiled.captured.asked
+        assert asked is not None and len(asked.answers) == 1
+
+
+def test_answers_that_are_all_certain_cost_nothing() -> None:
+    twins = Twins(small_world(), branching(lambda mask: bool((torch.arange(len(mask)).diff() == 1).all())))
+    for mask in MASKS:
+        twins.step(X, mask)
+    assert twins.compiled.captured.asked is None
