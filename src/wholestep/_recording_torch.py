@@ -13,7 +13,7 @@ import os
 import sys
 import weakref
 from collections.abc import Callable, Generator, Iterable
-from types import CodeType, GetSetDescriptorType
+from types import CodeType, FunctionType, GetSetDescriptorType
 from typing import Any, cast
 from unittest import mock
 
@@ -201,7 +201,8 @@ class _Held(list[Any]):
 def unwritten(dicts: list[dict[Any, Any]], objects: Iterable[Any] = ()) -> Callable[[], bool] | None:
     """A check of whether nobody writes to any of some dicts from now on, asked in C++; None if torch has none.
 
-    Nor may objects get another class, or another dict of attributes if they `have_plain_namespace`.
+    Nor may objects get another class, or another dict of attributes if they `have_plain_namespace`. Of functions it
+    asks whether they keep their code, of classes whether they keep their order of base classes.
 
     Torch keeps the versions of all dicts below a node that is "tag safe" in one row, and compares that: two
     nanoseconds for each dict. Once that has failed, it asks one dict after the other. To make a check takes as long as
@@ -248,7 +249,20 @@ def _item(manager: Any, owner: list[Any], index: int) -> Any:
     return manager.list_getitem_manager(index, "", owner[index], GuardManagerType.GUARD_MANAGER)
 
 
+def is_definition(one: Any) -> bool:
+    """Whether it is a function or a class, and `unwritten` can ask of it."""
+    return _WATCHES_DEFINITIONS and (type(one) is FunctionType or isinstance(one, type))
+
+
+_WATCHES_DEFINITIONS = all(hasattr(_guards.GuardManager, name) for name in ("code_manager", "type_mro_manager"))
+
+
 def _watch_object(manager: Any, one: Any) -> None:
+    if is_definition(one):
+        found = one.__mro__ if isinstance(one, type) else one.__code__
+        ask = manager.type_mro_manager if isinstance(one, type) else manager.code_manager
+        ask("", found, GuardManagerType.GUARD_MANAGER).add_id_match_guard(id(found), [], None)
+        return
     manager.add_type_match_guard(id(type(one)), [], None)
     if has_plain_namespace(one):
         namespace = manager.get_generic_dict_manager("", vars(one), GuardManagerType.GUARD_MANAGER)

@@ -18,12 +18,11 @@ from wholestep import _recording_torch, _torch, _waiting_torch
 from wholestep.capture import Capture, discover, tree
 from wholestep.capture.binding import Argument, AtPlace, FixedTensor
 from wholestep.capture.capture import argument_paths
-from wholestep.capture.record import Difference
+from wholestep.capture.record import Contents, Difference, Watch
 from wholestep.capture.record.places import Step, is_plain, same
 from wholestep.capture.switches import GRAD_MODES, SWITCHES
 from wholestep.graph import SlotKind
 from wholestep.runtime.owner_guards import (
-    Contents,
     first_places,
     make_model_guards,
     make_owner_guards,
@@ -59,24 +58,24 @@ class Call:
         return [path for name, value in zip(names, values, strict=True) for path in tree.paths(value, name)][index]
 
 
-def make_guards(capture: Capture, call: Call, when_rebound: Callable[[], None]) -> list[Check]:
+def make_guards(capture: Capture, call: Call, watch: Watch, when_rebound: Callable[[], None]) -> list[Check]:
     """All guards of a fresh capture, taken from the state of the world right now; see `make_owner_guards`."""
     return [
         _arguments_guard(capture, call),
         _environment_guard(),
-        _library_guard(),
-        *make_owner_guards(capture, when_rebound),
+        _library_guard(watch),
+        *make_owner_guards(capture, watch, when_rebound),
         _argument_gradients_guard(capture, call),
         _memory_guard(capture),
     ]
 
 
-def make_forward_guards(capture: Capture) -> list[Callable[[object], str | Difference | None]]:
+def make_forward_guards(capture: Capture, watch: Watch) -> list[Callable[[object], str | Difference | None]]:
     """Guards of a capture that sets grad mode and begins gradients itself, and whose arguments somebody else compares.
 
     That is what models are, and what of torch they depend on.
     """
-    return [_environment_guard(GRAD_MODES), _library_guard(), *make_model_guards(capture)]
+    return [_environment_guard(GRAD_MODES), _library_guard(watch), *make_model_guards(capture, watch)]
 
 
 def _arguments_guard(capture: Capture, call: Call) -> Check:
@@ -194,15 +193,15 @@ def _environment_guard(left_out: Container[str] = ()) -> Callable[[object], str 
     return check
 
 
-def _library_guard() -> Callable[[object], str | None]:
+def _library_guard(watch: Watch) -> Callable[[object], str | None]:
     """The functions of torch that its own code finds by name, which nobody follows: some programs replace them."""
-    namespaces = Contents(_recording_torch.library_namespaces())
-    expected = [_callables(namespace) for namespace in namespaces.dicts]
+    namespaces = Contents(_recording_torch.library_namespaces(), watch)
+    expected = [_callables(namespace) for namespace in namespaces.dicts()]
 
     def check(_: object) -> str | None:
         written = namespaces.written()
         for index in written:
-            now, before = _callables(namespaces.dicts[index]), expected[index]
+            now, before = _callables(namespaces[index]), expected[index]
             # A method that was not there before hides one of a base class.
             changed = next((name for name in {**before, **now} if before.get(name) is not now.get(name)), None)
             if changed is not None:

@@ -1,7 +1,7 @@
 """Guards of models and optimizers: their structure, hooks, options and tensors.
 
-Asking is cheap as long as nobody has changed anything: a dict has a version that changes with each write to it, and the
-types of many tensors are compared in one call of C++. What has been written to is looked at, item by item.
+Asking is cheap as long as nobody has changed anything: dicts are left to a `Watch`, and the types of many tensors are
+compared in one call of C++. What has been written to is looked at, item by item.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from wholestep import _recording_torch, _torch
 from wholestep.capture import Capture
 from wholestep.capture.binding import Argument, DrawnTensor, GradOfArgument, LearningRate, NumberOf, StateOf
 from wholestep.capture.overlap import Span, first_overlap, span
-from wholestep.capture.record import Difference, Recording
+from wholestep.capture.record import Contents, Difference, Recording, Watch
 from wholestep.capture.record.places import Rooted, Step, find, is_plain, same
 from wholestep.graph import SlotKind
 from wholestep.runtime.held import behind, own_dict, plain_class
@@ -32,26 +32,26 @@ def _nothing() -> None:
     pass
 
 
-def make_owner_guards(capture: Capture, when_rebound: Callable[[], None]) -> list[OwnerCheck]:
+def make_owner_guards(capture: Capture, watch: Watch, when_rebound: Callable[[], None]) -> list[OwnerCheck]:
     """The guards of all models and optimizers that take part in a fresh capture.
 
     If a call fits although somebody has written where buffers and optimizer state are found, they call `when_rebound`.
     """
     optimizers = capture.found.optimizers.items()
     return [
-        *make_model_guards(capture, when_rebound),
-        *[_optimizer_guard(name, one, capture.recording) for name, one in optimizers],
+        *make_model_guards(capture, watch, when_rebound),
+        *[_optimizer_guard(name, one, capture.recording, watch) for name, one in optimizers],
         _gradients_guard(capture),
     ]
 
 
-def make_model_guards(capture: Capture, when_rebound: Callable[[], None] = _nothing) -> list[OwnerCheck]:
+def make_model_guards(capture: Capture, watch: Watch, when_rebound: Callable[[], None] = _nothing) -> list[OwnerCheck]:
     """Those of models alone: their structure, their hooks and their tensors."""
     return [
         _hooks_of_all_guard(),
-        *[_structure_guard(name, module) for name, module in capture.found.modules.items()],
-        _parameters_guard(capture),
-        _rebindable_guard(capture, when_rebound),
+        *[_structure_guard(name, module, watch) for name, module in capture.found.modules.items()],
+        _parameters_guard(capture, watch),
+        _rebindable_guard(capture, watch, when_rebound),
     ]
 
 
@@ -100,43 +100,19 @@ def shared_memory(capture: Capture, leaves: list[Any] | None = None) -> str | No
     return None if pair is None else f"{pair[0]} and {pair[1]} share memory, of which the step writes a part"
 
 
-class Contents:
-    """Which of some dicts somebody has written to since they were last looked at."""
-
-    def __init__(self, dicts: Iterable[dict[Any, Any]]) -> None:
-        self.dicts = [*dicts]
-        self.look()
-
-    def look(self) -> None:
-        self._versions = [*map(_recording_torch.dict_version, self.dicts)]
-        self._num_quiet = 0
-        self._is_quiet: Callable[[], bool] | None = None
-
-    def written(self) -> list[int]:
-        if self._is_quiet is not None and self._is_quiet():
-            return []
-        now = [*map(_recording_torch.dict_version, self.dicts)]
-        if now == self._versions:
-            self._num_quiet += 1
-            if self._num_quiet == _recording_torch.QUIET_CALLS:
-                self._is_quiet = _recording_torch.unwritten(self.dicts)
-            return []
-        return [index for index, (old, new) in enumerate(zip(self._versions, now, strict=True)) if old != new]
-
-
 class _Items:
     """Whether some dicts hold the very objects that they held when this was made, in the same order."""
 
-    def __init__(self, dicts: Iterable[dict[str, Any]]) -> None:
-        self._contents = Contents(dicts)
-        self._expected = [(tuple(one), tuple(one.values())) for one in self._contents.dicts]
+    def __init__(self, dicts: Iterable[dict[str, Any]], watch: Watch) -> None:
+        self._contents = Contents(dicts, watch)
+        self._expected = [(tuple(one), tuple(one.values())) for one in self._contents.dicts()]
 
     def changed(self) -> int | None:
         """The first dict that does not; None if all do."""
         written = self._contents.written()
         for index in written:
             keys, values = self._expected[index]
-            now = self._contents.dicts[index]
+            now = self._contents[index]
             if tuple(now) != keys or not all(map(operator.is_, now.values(), values)):
                 return index
         if written:
@@ -169,14 +145,14 @@ def _hooks_of_all_guard() -> OwnerCheck:
     return lambda _: None if hooks.as_before() else "hooks for all modules or optimizers were added or removed"
 
 
-def _structure_guard(name: str, root: nn.Module) -> OwnerCheck:
+def _structure_guard(name: str, root: nn.Module, watch: Watch) -> OwnerCheck:
     """Submodules and hooks of every module, in order, and the dicts that hold them and its tensors."""
     named = {id(module): (path or name, module) for path, module in root.named_modules()}
     paths, modules = [path for path, _ in named.values()], [module for _, module in named.values()]
-    namespaces = Contents([vars(module) for module in modules])
+    namespaces = Contents([vars(module) for module in modules], watch)
     registries = [_recording_torch.registries(module) for module in modules]
     expected = [(own_dict(parameters), rest) for parameters, *rest in registries]
-    children = _Items([_torch.own_modules(module) for module in modules])
+    children = _Items([_torch.own_modules(module) for module in modules], watch)
     hooks = _Hooks(modules, _recording_torch.hooks_of)
 
     def check(_: object) -> str | None:
@@ -195,7 +171,7 @@ def _structure_guard(name: str, root: nn.Module) -> OwnerCheck:
     return check
 
 
-def _optimizer_guard(name: str, optimizer: Optimizer, recording: Recording) -> OwnerCheck:
+def _optimizer_guard(name: str, optimizer: Optimizer, recording: Recording, watch: Watch) -> OwnerCheck:
     """Parameter groups, and every option but learning rates, numbers that may change, and what the step itself sets.
 
     What it sets and reads is guarded where it is read.
@@ -205,10 +181,9 @@ def _optimizer_guard(name: str, optimizer: Optimizer, recording: Recording) -> O
     groups = [(list(group["params"]), _options(group)) for group in optimizer.param_groups]
     hooks = _Hooks([optimizer], _recording_torch.hooks_of)
     rates = _shared_rates(optimizer)
-    versions: list[int] = []
+    contents = Contents(optimizer.param_groups, watch)
 
     def check(_: object) -> str | Difference | None:
-        nonlocal versions
         if not hooks.as_before():
             return f"hooks were added to or removed from {name}"
         if len(optimizer.param_groups) != len(groups):
@@ -216,8 +191,8 @@ def _optimizer_guard(name: str, optimizer: Optimizer, recording: Recording) -> O
         for index, (group, (params, _)) in enumerate(zip(optimizer.param_groups, groups, strict=True)):
             if len(group["params"]) != len(params) or not all(map(operator.is_, group["params"], params)):
                 return f"the parameters of {name}.param_groups[{index}] changed"
-        now = [*map(_recording_torch.dict_version, optimizer.param_groups)]
-        if now == versions:
+        is_same = all(map(operator.is_, optimizer.param_groups, contents.dicts()))
+        if is_same and not contents.written():
             return None
         for index, (group, (_, options)) in enumerate(zip(optimizer.param_groups, groups, strict=True)):
             path, owner = paths[index], f"{name}.param_groups[{index}]"
@@ -226,7 +201,7 @@ def _optimizer_guard(name: str, optimizer: Optimizer, recording: Recording) -> O
                 return difference
         if _shared_rates(optimizer) != rates:
             return f"parameter groups of {name} share their learning rate tensor in another way"
-        versions = now
+        contents.look(optimizer.param_groups)
         return None
 
     return check
@@ -301,7 +276,7 @@ def _shared_rates(optimizer: Optimizer) -> list[int]:
     return first_places([group.get("lr") for group in optimizer.param_groups], set())
 
 
-def _parameters_guard(capture: Capture) -> OwnerCheck:
+def _parameters_guard(capture: Capture, watch: Watch) -> OwnerCheck:
     """The same parameter objects with the same types (`.to()`, `.half()` and freezing change them in place)."""
     paths: list[str] = []
     dicts: list[dict[str, Any]] = []
@@ -310,7 +285,7 @@ def _parameters_guard(capture: Capture) -> OwnerCheck:
             paths.append(path or name)
             dicts.append(own_dict(_torch.own_parameters(module)))
     parameters = {id(p): p for own in dicts for p in own.values() if p is not None}
-    own = _Items(dicts)
+    own = _Items(dicts, watch)
     types = _Types("a parameter", [*parameters.values()])
     hooks = _Hooks(parameters.values(), _recording_torch.tensor_hooks)
 
@@ -346,8 +321,9 @@ class _Types:
 class _State:
     """The entries of optimizers' state, and whether somebody has written there since they were last looked at."""
 
-    def __init__(self, optimizers: Iterable[Optimizer]) -> None:
+    def __init__(self, optimizers: Iterable[Optimizer], watch: Watch) -> None:
         self._optimizers = [*optimizers]
+        self._contents = Contents([], watch)
         self.look()
 
     def look(self) -> None:
@@ -355,7 +331,7 @@ class _State:
         # By identity: tensors are hashed in Python.
         self._entries = [{id(key): value for key, value in state.items()} for state in self._states]
         dicts = [value for entries in self._entries for value in entries.values() if isinstance(value, dict)]
-        self._contents = Contents([*self._states, *dicts])
+        self._contents.look([*self._states, *dicts])
 
     def is_written(self) -> bool:
         is_same = all(optimizer.state is state for optimizer, state in zip(self._optimizers, self._states, strict=True))
@@ -373,16 +349,16 @@ class _State:
         return self._entries[index][id(where.parameter)][where.key]
 
 
-def _rebindable_guard(capture: Capture, when_rebound: Callable[[], None]) -> OwnerCheck:
+def _rebindable_guard(capture: Capture, watch: Watch, when_rebound: Callable[[], None]) -> OwnerCheck:
     """Buffers and optimizer state may be exchanged for others (`load_state_dict`), but only of the same type."""
     slots = [*capture.graph.slots_of_kind(SlotKind.BUFFER), *capture.graph.slots_of_kind(SlotKind.STATE)]
     bindings = [capture.bindings[slot.id] for slot in slots]
     modules = {module: None for root in capture.found.modules.values() for module in root.modules()}
     names = [*capture.found.optimizers]
-    state = _State(capture.found.optimizers.values())
+    state = _State(capture.found.optimizers.values(), watch)
     state_keys = state.keys()
-    buffers = Contents([_torch.own_buffers(module) for module in modules])
-    buffer_names = [_tensors_in(own) for own in buffers.dicts]
+    buffers = Contents([_torch.own_buffers(module) for module in modules], watch)
+    buffer_names = [_tensors_in(own) for own in buffers.dicts()]
 
     def read() -> list[Any]:
         return [state.read(where) if isinstance(where, StateOf) else where.read([]) for where in bindings]
@@ -401,7 +377,7 @@ def _rebindable_guard(capture: Capture, when_rebound: Callable[[], None]) -> Own
         for name, old, new in zip(names, state_keys, state.keys(), strict=True):
             if old != new:
                 return f"the state of {name} has other entries than before"
-        if [_tensors_in(own) for own in buffers.dicts] != buffer_names:
+        if [_tensors_in(own) for own in buffers.dicts()] != buffer_names:
             return "a buffer was added to or removed from a module"
         values = read()
         now = [isinstance(value, torch.Tensor) or type(value) for value in values]

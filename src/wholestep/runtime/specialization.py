@@ -8,7 +8,7 @@ import torch
 
 from wholestep import _torch, _waiting_torch
 from wholestep.capture import Capture
-from wholestep.capture.record import Broken, Difference, Filling, ReadGuard
+from wholestep.capture.record import Broken, Difference, Filling, ReadGuard, Watch
 from wholestep.comm.plan import DataParallelPlan
 from wholestep.errors import CaptureError
 from wholestep.graph import StepGraph
@@ -49,9 +49,10 @@ class Specialization:
         self.num_runs = 0
         self.leaf_types = {i: tensor_type(leaf) for i, leaf in enumerate(call.leaves) if isinstance(leaf, torch.Tensor)}
         self._install_initial_state()
-        self._guards: list[Check] = make_guards(capture, call, rotation.pending.settle_if_replaced)
+        self._watch = Watch()
+        self._guards: list[Check] = make_guards(capture, call, self._watch, rotation.pending.settle_if_replaced)
         self._questions = question_guards(capture)
-        self._reads = ReadGuard(list(capture.recording.roots), found_type)
+        self._reads = ReadGuard(list(capture.recording.roots), found_type, self._watch)
 
     @property
     def graph(self) -> StepGraph:
@@ -76,11 +77,15 @@ class Specialization:
     def check_without_values(self, call: Call) -> Difference | None:
         """The same, but for what the step looks at in tensors, and the numbers."""
         with _waiting_torch.past_traps():  # to look at a tensor's type is not to look at its value
+            self._watch.begin()
             for guard in self._guards:
                 difference = guard(call)
                 if difference is not None:
                     return difference if isinstance(difference, Difference) else Difference(difference)
-            return self._reads.check(call)
+            difference = self._reads.check(call)
+            if difference is None:
+                self._watch.passed()
+            return difference
 
     def begin(self, call: Call) -> Difference | None:
         """What `check` does besides checking, for the call that the step was captured with."""

@@ -4,7 +4,7 @@ import argparse
 import dataclasses
 import sys
 from collections import OrderedDict, defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -21,7 +21,6 @@ from torch.optim import Optimizer
 
 import wholestep
 from wholestep import _recording_torch
-from wholestep.capture.record import guard
 
 X, Y = pair()
 VALUES = ("0.5", "1.5", "1.5", "0.75", "2.0")
@@ -480,11 +479,11 @@ def counted_builds(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     made: list[int] = []
     original = _recording_torch.unwritten
 
-    def unwritten(dicts: list[Any], objects: list[Any]) -> Any:
+    def unwritten(dicts: list[Any], objects: Iterable[Any]) -> Any:
         made.append(len(dicts))
         return original(dicts, objects)
 
-    monkeypatch.setattr(guard, "unwritten", unwritten)
+    monkeypatch.setattr(_recording_torch, "unwritten", unwritten)
     return made
 
 

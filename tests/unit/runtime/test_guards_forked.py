@@ -12,7 +12,7 @@ from tests.twins import small_world, square_step
 
 import wholestep
 from wholestep import _recording_torch
-from wholestep.runtime.owner_guards import Contents
+from wholestep.capture.record import Contents, Watch
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*use of fork.. may lead to deadlocks:DeprecationWarning")
 
@@ -39,19 +39,29 @@ def test_what_was_asked_in_cpp_is_asked_in_python() -> None:
     unwritten = _recording_torch.unwritten([own])
     if unwritten is None:
         pytest.skip("this version of Python has no versions of dicts")
-    contents = Contents([own])
-    for _ in range(_recording_torch.QUIET_CALLS + 1):
-        assert contents.written() == []
+    watch = Watch()
+    contents = Contents([own], watch)
+
+    def written() -> list[int]:
+        watch.begin()
+        found = contents.written()
+        if not found:
+            watch.passed()
+        return found
+
+    for _ in range(_recording_torch.QUIET_CALLS + 2):
+        assert written() == []
+    assert watch.is_quiet
 
     def write() -> list[list[int]]:
-        found = [contents.written()]
+        found = [written()]
         own["a"] = 2
-        return [*found, contents.written()]
+        return [*found, written()]
 
     assert _in_child(unwritten) == "False"
     assert _in_child(write) == "[[], [0]]"
     assert unwritten()
-    assert contents.written() == []
+    assert written() == [] and watch.is_quiet
 
 
 def test_a_step_goes_on_in_a_child() -> None:

@@ -9,10 +9,12 @@ from wholestep.capture.record.program import Broken, Program
 from wholestep.capture.record.recorder import Recorder
 from wholestep.capture.record.recording import Current, Recording
 from wholestep.capture.record.templates import Filling, Template
+from wholestep.capture.record.watch import Contents, Watch
 
 __all__ = [
     "AsksBefore",
     "Broken",
+    "Contents",
     "Current",
     "Difference",
     "Filling",
@@ -25,6 +27,7 @@ __all__ = [
     "Template",
     "Unseen",
     "Unsymbolic",
+    "Watch",
     "is_number",
     "listening",
 ]

@@ -2,22 +2,28 @@
 
 Twice: `ReadGuard.check` first runs one generated expression that asks for the very objects seen last (some 20 ns for
 each read, and less for those of one dict that nobody has written to), and only if that fails walks the places and
-compares as they expect. What passes there is what the expression asks for from then on.
+compares as they expect. What passes there is what the expression asks for from then on. What is left to a `Watch` is
+not asked for as long as that is quiet.
 """
 
 from __future__ import annotations
 
 import collections
 import operator
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
-from wholestep import _recording_torch
-from wholestep._recording_torch import class_namespace, dict_version, has_plain_namespace, tensor_types, unwritten
+from wholestep._recording_torch import (
+    class_namespace,
+    dict_version,
+    has_plain_namespace,
+    is_definition,
+    tensor_types,
+)
 from wholestep.capture.record.follow import Followers
 from wholestep.capture.record.numbers import value_of
 from wholestep.capture.record.places import (
@@ -31,6 +37,7 @@ from wholestep.capture.record.places import (
     same,
     take,
 )
+from wholestep.capture.record.watch import Watch
 
 _EXACT = (dict, list, tuple)
 _IMMUTABLE = (tuple, frozenset)
@@ -51,7 +58,7 @@ class Difference:
 class ReadGuard:
     """The places that a captured step depends on."""
 
-    def __init__(self, roots: list[Place], type_of: Callable[[Any], Any]) -> None:
+    def __init__(self, roots: list[Place], type_of: Callable[[Any], Any], watch: Watch) -> None:
         """`type_of` is all that matters about what stands in a tensor's place."""
         # Functions with a cache are asked last: what they compute for nothing stays in the cache.
         self._places = sorted([place for root in roots for place in _walk(root)], key=_is_asked)
@@ -64,11 +71,15 @@ class ReadGuard:
         }
         self._fast: Callable[[Any], bool] | None = None
         self._quiet: Callable[[Any], bool] | None = None
-        self._num_quiet = 0
+        self._watch = watch
+        self._moving: set[Place] = set()
+        """Where another object was found than at the call before."""
+        self._left: Collection[int] = ()
         self._names: dict[str, Any] = {}
         shared = ((name, [p for p in self._places if _is_shared(p) and p.key == name]) for name in _SHARED)
         self._shared = {name: places for name, places in shared if places}
         self._numbers = {place: index for index, place in enumerate(self._places)}
+        watch.add(self)
 
     @property
     def num_reads(self) -> int:
@@ -83,20 +94,14 @@ class ReadGuard:
     def check(self, call: Any) -> Difference | None:
         """None if the call fits."""
         if self._fast is None:
-            terms = [term for place in self._places for term in self._terms_of(place)]
-            terms.sort(key=lambda term: ", CALL, " in term)
-            self._fast = self._generated(["[*map(type, objects)] == classes", *terms])
+            self._rename()
+            self._fast = self._generated()
+        ask = self._quiet if self._watch.is_quiet else self._fast
         try:
-            if self._quiet is not None and self._quiet(call):
-                return None
-            if self._fast(call):
-                self._num_quiet += 1
-                is_quiet = self._num_quiet == _recording_torch.QUIET_CALLS
-                self._quiet = self._generated_for_quiet_calls() if is_quiet else None
+            if ask is not None and ask(call):
                 return None
         except (KeyError, IndexError, AttributeError, TypeError, ValueError):
             pass
-        self._num_quiet, self._quiet = 0, None
         return self._compare(call)
 
     def _compare(self, call: Any) -> Difference | None:
@@ -132,6 +137,10 @@ class ReadGuard:
         if changed:
             first = changed[0]
             return Difference(f"'{first}' changed from {first.value!r} to {now[first]!r}", paths)
+        moving = {place for place, value in now.items() if value is not self._now[place]}
+        if not moving <= self._moving:
+            self._moving |= moving
+            self._watch.look_again()
         self._now = now
         self._rename()
         return None
@@ -165,55 +174,68 @@ class ReadGuard:
 
     # The generated expression
 
-    def _generated(self, terms: list[str]) -> Callable[[Any], bool]:
-        for name in self._shared:
-            terms.insert(1, f"[*map(get{name}, owners{name})] == found{name}")
-        terms.insert(1, "have_types(*tensors)")
+    def _generated(self, left: Collection[int] = ()) -> Callable[[Any], bool]:
+        """The expression as a function; it does not ask of what is `left` to the watch, by `id`."""
+        prefix = "rest_" if left else ""
+        groups = ["objects", *self._shared]
+        terms = [f"[*map(get_{name}, {prefix}{name})] == {prefix}found_{name}" for name in groups]
+        terms += sorted(
+            [term for place in self._places for term in self._terms_of(place, left)],
+            key=lambda term: ", CALL, " in term,
+        )
         lines = ["def check(call):"]
-        lines += [f"    if not ({' and '.join(chunk)}): return False" for chunk in _chunks(terms)]
-        self._rename()
+        lines += [
+            f"    if not ({' and '.join(chunk)}): return False" for chunk in _chunks(["have_types(*tensors)", *terms])
+        ]
         exec("\n".join([*lines, "    return True"]), self._names)
         return self._names["check"]
 
-    def _generated_for_quiet_calls(self) -> Callable[[Any], bool] | None:
-        """A check for as long as nobody writes to any of the dicts, of which one question in C++ is asked.
+    # What is left to the watch
 
-        The question is also whether objects have the classes and the dicts that they had.
-        """
-        split = [(self._name(place), *self._split(place)) for place in self._places]
-        dicts = [self._names[f"in_{name}"] for name, by_version, _ in split if by_version]
-        unwritten_now = unwritten(dicts, self._names["objects"])
-        if unwritten_now is None:
-            return None
-        asked = {f"{self._name(place)}.__dict__ is" for place in self._places if self._is_watched(place)}
-        others = [term for _, _, terms in split for term in terms if term.rsplit(" ", 1)[0] not in asked]
-        check = self._generated(["unwritten_now()", *others])
-        self._names["unwritten_now"] = unwritten_now
-        return check
+    def dicts(self) -> list[dict[Any, Any]]:
+        owners = {p.parent: None for p in self._places if p.parent is not None and self._goes_by_version(p)}
+        return [self._names[f"in_{self._name(owner)}"] for owner in owners if self._is_still(owner)]
 
-    def _is_watched(self, owner: Place) -> bool:
-        """Whether the dict of an owner is that of one of the objects asked of in C++."""
-        value = self._now[owner]
-        return not owner.is_given and _has_changeable_class(value) and has_plain_namespace(value)
+    def objects(self) -> list[Any]:
+        owners = {id(owner) for name in self._shared for owner in self._names[name] if is_definition(owner)}
+        still = [self._now[place] for place in self._places if self._is_still(place)]
+        return [value for value in still if _has_changeable_class(value) or id(value) in owners]
 
-    def _terms_of(self, owner: Place) -> Iterator[str]:
+    def _is_still(self, place: Place) -> bool:
+        """Whether the same object has always stood there: what is left to the watch does not move by itself."""
+        return not place.is_given and place not in self._moving
+
+    def leave_to_watch(self, dicts: Collection[int]) -> None:
+        self._left = {*dicts, *map(id, self.objects())}
+        self._pick_rest()
+        self._quiet = self._generated(self._left)
+
+    def _terms_of(self, owner: Place, left: Collection[int]) -> Iterator[str]:
         """What to ask of an owner; of a dict, or of the dict of a class, only after somebody has written to it."""
+        value, name = self._now[owner], self._name(owner)
+        holder = f"in_{name}"
         by_version, others = self._split(owner)
+        left = left if self._is_still(owner) else ()
+        if id(value) in left and has_plain_namespace(value):  # the watch asks whether it has the same one
+            others = [term for term in others if not term.startswith(f"{name}.__dict__ is ")]
         yield from others
-        if by_version:
-            name = self._name(owner)
-            holder = f"in_{name}"
+        if by_version and id(self._names[holder]) not in left:
             yield f"(version({holder}) == of_{name} or ({' and '.join(by_version)} and note({holder}, 'of_{name}')))"
 
     def _split(self, owner: Place) -> tuple[list[str], list[str]]:
         """What need not be asked of an owner that nobody has written to, and what has to."""
-        has_version = not owner.is_given and (type(self._now[owner]) is dict or isinstance(self._now[owner], type))
         by_version: list[str] = []
         others: list[str] = []
         for place in owner.children.values():
-            is_by_version = place.expectation is not Expectation.ARRAY and place.step is not Step.ATTRIBUTE
-            (by_version if has_version and is_by_version else others).extend(self._terms(place))
+            (by_version if self._goes_by_version(place) else others).extend(self._terms(place))
         return by_version, others
+
+    def _goes_by_version(self, place: Place) -> bool:
+        """Whether something stands in a dict, or in the dict of a class, and cannot change but by a write to that."""
+        owner = place.parent
+        if owner is None or owner.is_given or place.expectation is Expectation.ARRAY or place.step is Step.ATTRIBUTE:
+            return False
+        return type(self._now[owner]) is dict or isinstance(self._now[owner], type)
 
     def _terms(self, place: Place) -> Iterator[str]:
         assert place.parent is not None
@@ -279,8 +301,9 @@ class ReadGuard:
 
     def _note_version(self, owner: dict[Any, Any], name: str) -> bool:
         """A dict holds what it should; no need to ask again before it is written to."""
+        if self._names[name] is not None:
+            self._watch.wrote(owner)
         self._names[name] = dict_version(owner)
-        self._num_quiet = 0
         return True
 
     def _key(self, place: Place) -> str:
@@ -304,22 +327,36 @@ class ReadGuard:
             "version": dict_version,
             "note": self._note_version,
         }
-        objects = [*{id(value): value for value in self._now.values() if _has_changeable_class(value)}.values()]
         found = [self._now[place] for place in self._types if place.step is not Step.CALL]
         tensors = {id(value): value for value in found if isinstance(value, torch.Tensor)}
-        names |= {"objects": objects, "classes": [*map(type, objects)], "tensors": [*tensors.values()]}
+        names["tensors"] = [*tensors.values()]
         names["have_types"] = tensor_types(names["tensors"])
+        objects = [*{id(value): value for value in self._now.values() if _has_changeable_class(value)}.values()]
+        names |= {"get_objects": type, "objects": objects, "found_objects": [*map(type, objects)]}
         for name, places in self._shared.items():
-            names[f"get{name}"] = operator.attrgetter(name)
-            names[f"owners{name}"] = [self._now[place.parent] for place in places if place.parent is not None]
-            names[f"found{name}"] = [self._now[place] for place in places]
+            owners = [self._now[place.parent] for place in places if place.parent is not None]
+            found = [self._now[place] for place in places]
+            names |= {f"get_{name}": operator.attrgetter(name), name: owners, f"found_{name}": found}
+        self._pick_rest()
         for place, value in self._now.items():
-            names[self._name(place)] = value
+            name = self._name(place)
+            names[name] = value
             if type(value) is dict or isinstance(value, type):
-                names[f"of_{self._name(place)}"] = None
-                names[f"in_{self._name(place)}"] = class_namespace(value) if isinstance(value, type) else value
+                holder = class_namespace(value) if isinstance(value, type) else value
+                is_same = names.get(f"in_{name}") is holder
+                if is_same and names[f"of_{name}"] not in (None, dict_version(holder)):
+                    self._watch.wrote(holder)
+                names |= {f"in_{name}": holder, f"of_{name}": None}
             if place.expectation is Expectation.ARRAY:
-                names[f"expected_{self._name(place)}"] = place.value
+                names[f"expected_{name}"] = place.value
+
+    def _pick_rest(self) -> None:
+        """What of the objects that are asked all at once is not left to the watch."""
+        names = self._names
+        for name in ("objects", *self._shared):
+            pairs = zip(names[name], names[f"found_{name}"], strict=True)
+            rest = [(owner, found) for owner, found in pairs if id(owner) not in self._left]
+            names |= {f"rest_{name}": [owner for owner, _ in rest], f"rest_found_{name}": [found for _, found in rest]}
 
 
 def _maxlen(value: Any) -> int | None:

@@ -10,7 +10,7 @@ from torch import nn
 from wholestep import _recording_torch, _waiting_torch
 from wholestep._recording_torch import RANDOM_STATE
 from wholestep.capture import Capture, discover, tree
-from wholestep.capture.record import Difference, ReadGuard
+from wholestep.capture.record import Difference, ReadGuard, Watch
 from wholestep.errors import PipelineError
 from wholestep.runtime.guards import make_forward_guards
 from wholestep.runtime.owner_guards import found_type
@@ -20,18 +20,23 @@ class CaptureGuard:
     """What the capture of a micro-batch took for granted, but for what `signature` tells apart."""
 
     def __init__(self, captured: Capture) -> None:
-        self._guards = make_forward_guards(captured)
-        self._reads = ReadGuard(list(captured.recording.roots), found_type)
+        self._watch = Watch()
+        self._guards = make_forward_guards(captured, self._watch)
+        self._reads = ReadGuard(list(captured.recording.roots), found_type, self._watch)
 
     def check(self, given: Any) -> str | None:
         """None if a call, with its `args` and `kwargs`, fits; otherwise what has changed."""
         with _waiting_torch.past_traps():
+            self._watch.begin()
             for guard in self._guards:
                 changed = guard(given)
                 if changed is not None:
                     return changed.reason if isinstance(changed, Difference) else changed
             changed = self._reads.check(given)
-        return None if changed is None else changed.reason
+        if changed is not None:
+            return changed.reason
+        self._watch.passed()
+        return None
 
 
 def signature(model: nn.Module, arguments: Any) -> Any:
