@@ -203,7 +203,8 @@ def test_a_certain_answer_is_not_asked_for_again() -> None:
     for mask in MASKS:
         twins.step(X, mask)
         asked = twins.compiled.captured.asked
-        assert asked is not None and len(asked.answers) == 1
+        assert asked is not None
+        assert len(asked.answers) == 1
 
 
 def test_answers_that_are_all_certain_cost_nothing() -> None:

@@ -61,7 +61,8 @@ def test_what_was_asked_in_cpp_is_asked_in_python() -> None:
     assert _in_child(unwritten) == "False"
     assert _in_child(write) == "[[], [0]]"
     assert unwritten()
-    assert written() == [] and watch.is_quiet
+    assert written() == []
+    assert watch.is_quiet
 
 
 def test_a_step_goes_on_in_a_child() -> None:
