@@ -184,3 +184,35 @@ def test_labels_of_a_contrastive_loss(where: str, counts: bool, sizes: tuple[int
         twins.step(torch.randn(size, 4, generator=torch.Generator().manual_seed(seed)))
     losses = [world.criterion(torch.eye(4)) for world in twins.worlds]
     assert torch.equal(losses[0], losses[1])
+
+
+@pytest.mark.parametrize("sizes", [(2, 2, 2, 3), (2, 3, 2, 2)], ids=str)
+def test_a_cached_number_that_was_forgotten_is_computed_of_real_ones(sizes: tuple[int, ...]) -> None:
+    """The path to what the function returned leads through a call of it, while its table holds stand-ins."""
+
+    def build() -> World:
+        table = {"rate": 0.25}
+        model = nn.Linear(4, 4)
+        cached = functools.lru_cache(maxsize=4)(lambda name: table[name])
+        return World(model=model, optimizer=SGD(model.parameters(), lr=0.1), table=table, cached=cached)
+
+    def make(world: World) -> Callable[..., Tensor]:
+        rate = world.cached
+
+        def step(model: nn.Module, optimizer: Optimizer, features: Tensor) -> Tensor:
+            optimizer.zero_grad()
+            loss = torch.add(model(features), features, alpha=rate("rate")).square().mean()
+            loss.backward()
+            optimizer.step()
+            return loss
+
+        return step
+
+    twins = Twins(build, make=make, call=lambda world, step, features: step(world.model, world.optimizer, features))
+    for number, size in enumerate(sizes):
+        for world in twins.worlds:
+            world.table["rate"] = (0.25, 0.5, 0.5, 0.75)[number]
+            if number != 2:
+                world.cached.cache_clear()
+        twins.step(torch.randn(size, 4, generator=torch.Generator().manual_seed(number)))
+        assert all(type(world.cached("rate")) is float for world in twins.worlds)

@@ -12,6 +12,8 @@ from wholestep.capture.record.numbers import Ledger, Number, value_of
 from wholestep.capture.record.places import Step, find, put
 
 Path = tuple[Any, ...]
+_NOWHERE = (Step.LENGTH, Step.CALL)
+"""Steps to numbers that are computed when somebody asks, and stand nowhere."""
 
 
 class PlacedNumbers:
@@ -26,14 +28,17 @@ class PlacedNumbers:
 
     @contextlib.contextmanager
     def in_place(self, paths: Iterable[Path], arguments: Any) -> Generator[None]:
-        """Let a `Number` stand at each of some paths where a number stands now; where none can be put, it stays."""
+        """Let a `Number` stand at each of some paths where a number stands now; where none can be put, it stays.
+
+        All are found before any is put: what a path leads through may compute with another's number, and keep that.
+        """
         self._arguments = arguments
         undo: list[Callable[[], None]] = []
+        places = [(path, self._inside(path)) for path in paths if path[-1][0] not in _NOWHERE]
+        found = [(path, inside, find(inside, arguments)) for path, inside in places]
         try:
-            for path in paths:
-                inside = self._inside(path)
-                value = find(inside, arguments)
-                if type(value) in (int, float) and path[-1][0] is not Step.LENGTH:
+            for path, inside, value in found:
+                if type(value) in (int, float):
                     with contextlib.suppress(AttributeError, TypeError):
                         number = self._ledger.leaf(value, path)
                         undo.append(put(inside, number, arguments))
