@@ -28,6 +28,7 @@ from torch.utils.data import DataLoader, Dataset
 
 import wholestep
 from wholestep.errors import RankError
+from wholestep.runtime import data_parallel
 
 pytestmark = pytest.mark.distributed
 
@@ -115,6 +116,33 @@ def test_a_peer_is_killed(seed: int, tmp_path: Path) -> None:
     else:
         [number] = values
         assert number in (num_returned, num_returned + 1)
+
+
+def _outlive_where_ranks_compare(file: Path) -> None:
+    """Rank 1 is gone between its word and the comparison of options, which is in the fourth call."""
+
+    def die(number: int) -> bool:
+        if number == 4:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return is_due(number)
+
+    training, is_due = Training(), data_parallel.is_due
+    if dist.get_rank() == 1:
+        data_parallel.is_due = die
+    for _ in range(3):
+        training.step()
+    with pytest.raises(RankError) as told:
+        training.step()
+    file.write_text(str(told.value))
+
+
+def test_a_peer_is_gone_where_ranks_compare(tmp_path: Path) -> None:
+    """The connection tells at once; the job's store would have been waited at until the group's time-out."""
+    file = tmp_path / "told.txt"
+    with pytest.raises(RanksFailed) as failed:
+        run_ranks(_outlive_where_ranks_compare, 2, file)
+    assert set(failed.value.failures) == {1}, failed.value
+    assert "waited in vain for the other ranks" in file.read_text()
 
 
 class Look(Dataset[float]):

@@ -199,9 +199,8 @@ class Replicas:
             found = captured.found.optimizers.items()
             facts = {key: value for name, optimizer in found for key, value in option_facts(name, optimizer).items()}
             values = value_facts(captured, part.tensors)
-            self.ranks.require_agreement(
-                f"{number}/options", {"the options of optimizers": facts, "tensors that updates are made with": values}
-            )
+            compared = {"the options of optimizers": facts, "tensors that updates are made with": values}
+            self._roll_call.require_agreement(self.ranks, self.name, number, compared)
 
     def end_call(self) -> None:
         """Hear what the others run, at the latest; raises `RankError` if that is something else."""

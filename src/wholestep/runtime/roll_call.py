@@ -53,11 +53,19 @@ class Part:
 
 
 @dataclass(frozen=True)
-class _Spoken:
-    """A word that has been sent, and those of all ranks once they are here."""
+class _Words:
+    """A word that has been sent, and those of all ranks once they are here; `what` it is for, in a message."""
 
     work: dist.Work
     words: list[torch.Tensor]
+    what: str
+
+
+@dataclass(frozen=True)
+class _Spoken:
+    """What a rank has said of a call, and all that the word stands for."""
+
+    words: _Words
     ranks: Ranks
     number: int
     step: str
@@ -90,14 +98,8 @@ class RollCall:
         """Tell the others what this rank is about to run; returns at once. `ranks` are those of the step."""
         values = part.values(leaves)
         said = [part.mark, number, _mark(repr(list(values.values()))), self._num_sent]
-        mine = torch.tensor(said, dtype=torch.int64)
-        words = [torch.empty_like(mine) for _ in range(ranks.world)]
-        self._num_words += 1
-        try:
-            work = self._channel.allgather([words], [mine])
-        except RuntimeError as error:
-            raise lost_peer(f"the start of call {number} of {step}", error) from error
-        self._spoken = _Spoken(work, words, ranks, number, step, part, values)
+        words = self._say(said, ranks.world, f"the start of call {number} of {step}")
+        self._spoken = _Spoken(words, ranks, number, step, part, values)
         _silent[self._group] = self
 
     @property
@@ -120,11 +122,28 @@ class RollCall:
         spoken, self._spoken = self._spoken, None
         if spoken is None:
             return
-        while not _has_come(spoken):
-            spoken.ranks.require_none_failed(f"{spoken.number}/step")
-        said = [word.tolist() for word in spoken.words]
-        if any(each != said[0] for each in said):
+        if not _are_alike(spoken.words, spoken.ranks, spoken.number):
             self._tell(spoken)
+
+    def require_agreement(self, ranks: Ranks, step: str, number: int, facts: Mapping[str, Any]) -> None:
+        """Raise `RankError` on every rank if ranks that have heard each other differ in one of these facts.
+
+        A word is enough where they do not, and unlike the store a connection tells at once that a rank is gone.
+        """
+        what = f"what ranks compare in call {number} of {step}"
+        words = self._say([_mark(json.dumps(dict(facts), sort_keys=True))], ranks.world, what)
+        if not _are_alike(words, ranks, number):
+            ranks.require_agreement(f"{number}/options", facts)
+
+    def _say(self, word: Sequence[int], world: int, what: str) -> _Words:
+        """Send a word to all ranks; returns at once."""
+        mine = torch.tensor(word, dtype=torch.int64)
+        words = [torch.empty_like(mine) for _ in range(world)]
+        self._num_words += 1
+        try:
+            return _Words(self._channel.allgather([words], [mine]), words, what)
+        except RuntimeError as error:
+            raise lost_peer(what, error) from error
 
     def _tell(self, spoken: _Spoken) -> None:
         """Ranks differ, and all know: say in what."""
@@ -153,14 +172,22 @@ def before_sending(group: str) -> None:
         _silent[group].send()
 
 
-def _has_come(spoken: _Spoken) -> bool:
-    """Wait for the words of a call, but not for long: a rank that fails before it speaks says so elsewhere."""
+def _are_alike(words: _Words, ranks: Ranks, number: int) -> bool:
+    """Wait for the words of all ranks, and compare them. A rank that fails before it speaks says so elsewhere."""
+    while not _have_come(words):
+        ranks.require_none_failed(f"{number}/step")
+    said = [word.tolist() for word in words.words]
+    return all(each == said[0] for each in said)
+
+
+def _have_come(words: _Words) -> bool:
+    """Wait for words, but not for long."""
     try:
-        spoken.work.wait(timedelta(seconds=_POLL_S))
+        words.work.wait(timedelta(seconds=_POLL_S))
     except RuntimeError as error:
-        if not spoken.work.is_completed():
+        if not words.work.is_completed():
             return False
-        raise lost_peer(f"the start of call {spoken.number} of {spoken.step}", error) from error
+        raise lost_peer(words.what, error) from error
     return True
 
 
