@@ -249,13 +249,14 @@ def _trace(call: _Call) -> tuple[_Call, fx.GraphModule, Collected]:
             raise AsksBefore from error
         asking = f"{type(call.session.optimizer).__name__}.step()" if call.session.optimizer else "the step"
         raise CaptureError(
-            f"{asking} depends on a value that is only known when it runs ({_first_line(error)})",
+            f"{asking} depends on a value that is only known when it runs ({source.first_line(error)})",
             location=source.raising_line(error),
             advice="Use torch.where / torch.clamp instead of Python branches on tensor values",
         ) from error
     except Exception as error:
+        call.recorder.caught.require_none()  # which the step may have turned into this one
         raise CaptureError(
-            f"{type(error).__name__}: {_first_line(error)}",
+            f"{type(error).__name__}: {source.first_line(error)}",
             location=source.raising_line(error) or discover.location_of(function),
             advice=f"The train step raised this while it was captured; nothing has been changed{_other_threads()}",
         ) from error
@@ -362,6 +363,7 @@ def _traced_run(call: _Call, collected: list[Collected]) -> list[Any]:
             function = choose(call.recorder, call.function, args, kwargs)
             with switches.left_alone():
                 returned = function(*args, **kwargs)
+            call.recorder.caught.require_none()
             session.annotate()
         _refuse_option_changes(call)
         result = collect(session, call.found, call.bindings, returned)
@@ -593,7 +595,3 @@ def _refuse_recurrent(found: Reachable) -> None:
         for path, submodule in module.named_modules():
             if isinstance(submodule, nn.RNNBase):
                 raise CaptureError(f"'{path or name}' is a {type(submodule).__name__}, which needs a fixed batch size")
-
-
-def _first_line(error: BaseException) -> str:
-    return next(iter(str(error).splitlines()), "no message")

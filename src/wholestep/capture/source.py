@@ -69,3 +69,18 @@ def raising_line(error: BaseException) -> str | None:
             location = f"{filename}:{traceback.tb_lineno}"
         traceback = traceback.tb_next
     return location
+
+
+def has_passed_through(error: BaseException, filename: str) -> bool:
+    """Whether an exception came through a file of this folder."""
+    path = os.path.join(os.path.dirname(__file__), filename)
+    traceback: TracebackType | None = error.__traceback__
+    while traceback is not None:
+        if traceback.tb_frame.f_code.co_filename == path:
+            return True
+        traceback = traceback.tb_next
+    return False
+
+
+def first_line(error: BaseException) -> str:
+    return next(iter(str(error).splitlines()), "no message")

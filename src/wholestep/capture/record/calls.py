@@ -23,7 +23,7 @@ import sys
 import types
 import typing
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -285,8 +285,9 @@ def _object_method(recorder: Recorder, owner: Any, function: Any, args: tuple[An
 
 def _give(recorder: Recorder, args: tuple[Any, ...], kwargs: dict[str, Any], *, is_kept: bool = False) -> None:
     """Arguments of a call that cannot be followed: read whole, maybe written to, and called; or only kept."""
-    for arg in (*args, *kwargs.values()):
-        if is_plain(arg) or isinstance(arg, torch.Tensor):
+    given = (*args, *kwargs.values())
+    for arg in whole.reached(recorder, given) if not is_kept else _handed_on(given):
+        if isinstance(arg, torch.Tensor):
             continue
         if not is_kept:
             whole.read_arrays(recorder, arg)
@@ -302,8 +303,15 @@ def _give(recorder: Recorder, args: tuple[Any, ...], kwargs: dict[str, Any], *, 
             recorder.refuse_iterator(arg)
             recorder.read_deep(arg)
             recorder.might_change(arg)
-        elif type(arg) in (list, tuple):
-            _give(recorder, tuple(arg), {}, is_kept=is_kept)
+
+
+def _handed_on(values: Iterable[Any]) -> Iterator[Any]:
+    """Arguments that are put away, and what is in lists among them."""
+    for value in values:
+        if not is_plain(value):
+            yield value
+            if type(value) in (list, tuple):
+                yield from _handed_on(value)
 
 
 def _with_numbers(recorder: Recorder, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

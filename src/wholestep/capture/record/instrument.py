@@ -38,8 +38,8 @@ _OPERANDS: dict[str, tuple[str, int]] = {
     "CONTAINS_OP": ("contains", 2),
     "COMPARE_OP": ("operands", 2),
     "IS_OP": ("identity", 2),
-    "FORMAT_VALUE": ("formatted", 1),
     "FORMAT_SIMPLE": ("formatted", 1),
+    "FORMAT_WITH_SPEC": ("formatted", 2),
     "CONVERT_VALUE": ("formatted", 1),
     "GET_LEN": ("iterate", 1),
     "MATCH_MAPPING": ("iterate", 1),
@@ -52,6 +52,7 @@ _OPERANDS: dict[str, tuple[str, int]] = {
     "TO_BOOL": ("truth", 1),
     "JUMP_IF_TRUE_OR_POP": ("truth", 1),
     "JUMP_IF_FALSE_OR_POP": ("truth", 1),
+    "PUSH_EXC_INFO": ("handled", 1),
 }
 # Hook, operands and what else it is told, for instructions that name something.
 _NAMED: dict[str, tuple[str, int]] = {
@@ -133,7 +134,6 @@ _INERT = frozenset(
         "SET_FUNCTION_ATTRIBUTE",
         "PRECALL",
         "KW_NAMES",
-        "PUSH_EXC_INFO",
         "POP_EXCEPT",
         "RERAISE",
         "CHECK_EXC_MATCH",
@@ -156,7 +156,6 @@ _INERT = frozenset(
         "LOAD_LOCALS",
         "STORE_NAME",
         "DELETE_NAME",
-        "FORMAT_WITH_SPEC",
         "EXIT_INIT_CHECK",
         "LOAD_FROM_DICT_OR_GLOBALS",
         "LOAD_FROM_DICT_OR_DEREF",
@@ -174,6 +173,8 @@ _CONDITIONAL = (
 
 _FIRST_IN_PLACE = 13
 """Of the operators that BINARY_OP numbers, `+=` is the first in place."""
+_HAS_SPEC = 4
+"""The bit of FORMAT_VALUE that says that what comes after the colon lies on top of the value."""
 _HAS_PRECALL = sys.version_info < (3, 12)
 _HAS_METHOD_BIT = sys.version_info >= (3, 12)
 
@@ -243,6 +244,9 @@ class _Editor:
         if name in _OPERANDS:
             hook, count = _OPERANDS[name]
             return [*self._insert(hook, count), bytecode.kept(instruction)]
+        if name == "FORMAT_VALUE":
+            has_spec = bool((instruction.arg or 0) & _HAS_SPEC)
+            return [*self._insert("formatted", 1 + has_spec), bytecode.kept(instruction)]
         if name == "BINARY_SUBSCR":
             chosen = bytecode.observe(self._hooks["item"], [2, 1])
             exchange = [create_instruction("SWAP", arg=3), create_instruction("POP_TOP")]

@@ -6,12 +6,13 @@ of other threads, and while the recorder itself is at work.
 
 from __future__ import annotations
 
+import functools
 import sys
 import threading
 import warnings
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
-from types import CellType, MappingProxyType
+from types import CellType, MappingProxyType, SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -95,10 +96,14 @@ def _delete_attribute(recorder: Recorder, owner: Any, name: str) -> None:
 
 def _item(owner: Any, key: Any) -> Any:
     """Before `owner[key]`: what to take the item from; a table that is asked for a changing number is one of ours."""
-    if type(owner) in _QUIET or isinstance(owner, torch.Tensor) or (recorder := _hearing()) is None:
+    if type(owner) in _QUIET or (isinstance(owner, torch.Tensor) and is_plain(key)) or (recorder := _hearing()) is None:
         return owner
     recorder.is_deaf = True
     try:
+        if isinstance(owner, (torch.Tensor, np.ndarray)):
+            whole.read_reached(recorder, key)
+        if isinstance(owner, torch.Tensor):
+            return owner
         recorder.follow_operators(owner)
         reads.read_subscript(recorder, owner, key)
         is_table = type(key) is Number and type(owner) in (list, tuple, np.ndarray)
@@ -119,6 +124,8 @@ def _slice(recorder: Recorder, owner: Any, _start: Any, _stop: Any) -> None:
 
 @_hook(0)
 def _set_item(recorder: Recorder, value: Any, owner: Any, key: Any) -> None:
+    if isinstance(owner, (torch.Tensor, np.ndarray)) or type(key) is slice:  # takes what is in the value
+        whole.read_reached(recorder, key, value)
     reads.write_item(recorder, owner, "__setitem__", key, value)
 
 
@@ -129,6 +136,7 @@ def _delete_item(recorder: Recorder, owner: Any, key: Any) -> None:
 
 @_hook(0)
 def _set_slice(recorder: Recorder, value: Any, owner: Any, start: Any, stop: Any) -> None:
+    whole.read_reached(recorder, value)
     reads.write_item(recorder, owner, "__setitem__", slice(start, stop), value)
 
 
@@ -143,6 +151,8 @@ def _contains(recorder: Recorder, key: Any, owner: Any) -> None:
     recorder.follow_operators(owner)
     for item in (key, *(owner if isinstance(owner, CONTAINERS) and not is_plain(owner) else ())):
         recorder.identify(item)
+    if not isinstance(owner, (dict, set, frozenset)):  # compares with what it holds
+        whole.read_reached(recorder, key, *(owner if isinstance(owner, CONTAINERS) else ()))
     if isinstance(owner, MappingProxyType):
         classes.read_view(recorder, owner, (key,))
     if type(owner) in _QUIET or recorder.place_of(owner) is None:
@@ -160,9 +170,8 @@ def _operands(recorder: Recorder, left: Any, right: Any) -> None:
         recorder.follow_operators(owner)
         if id(owner) in recorder.drawn_arrays:
             recorder.refuse("computes with an array that it has drawn", "Draw with torch, or outside the step")
-        if isinstance(owner, (*CONTAINERS, np.ndarray)):
-            recorder.read_deep(owner)
-            whole.read_arrays(recorder, owner)
+        if isinstance(owner, (*CONTAINERS, np.ndarray, SimpleNamespace)):
+            whole.read_reached(recorder, owner)
         elif isinstance(owner, MappingProxyType):
             classes.read_view(recorder, owner)
         elif type(owner).__eq__ is object.__eq__:  # which asks for the object itself
@@ -205,10 +214,9 @@ def _identity(recorder: Recorder, left: Any, right: Any) -> None:
 
 
 @_hook(1)
-def _formatted(recorder: Recorder, value: Any) -> None:
+def _formatted(recorder: Recorder, value: Any, _spec: str = "") -> None:
     recorder.follow_operators(value)
-    recorder.read_deep(value)
-    whole.read_arrays(recorder, value)
+    whole.read_reached(recorder, value)
 
 
 @_hook(0)
@@ -221,6 +229,11 @@ def _truth(recorder: Recorder, value: Any) -> None:
     recorder.follow_operators(value)
     if isinstance(value, CONTAINERS) and recorder.place_of(value) is not None:
         recorder.read_truth(value)
+
+
+@_hook(0)
+def _handled(recorder: Recorder, error: BaseException) -> None:
+    recorder.caught.note(error)
 
 
 @_hook(0)
@@ -278,9 +291,14 @@ def _call(function: Any, *rest: Any) -> Any:
 
 
 def _call_with(function: Any, args: Any, kwargs: Any = None) -> Any:
-    """Before `function(*args, **kwargs)`; an iterator among them must not be used up here."""
-    given = tuple(args) if isinstance(args, (list, tuple)) else ()
-    return _chosen(function, given, dict(kwargs) if isinstance(kwargs, dict) else {}, (args, kwargs))
+    """Before `function(*args, **kwargs)`; an iterator among them must not be used up here, and is when it is called."""
+    if not isinstance(args, (list, tuple)) or not isinstance(kwargs, (dict, type(None))):
+        return functools.partial(_unpacked, function)
+    return _chosen(function, tuple(args), dict(kwargs or {}), (args, kwargs))
+
+
+def _unpacked(function: Any, *args: Any, **kwargs: Any) -> Any:
+    return _chosen(function, args, kwargs)(*args, **kwargs)
 
 
 def _chosen(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], unpacked: tuple[Any, ...] = ()) -> Any:

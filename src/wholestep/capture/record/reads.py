@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from wholestep.capture.record import classes, outside, standins, tensors
+from wholestep.capture.record import classes, outside, standins, tensors, whole
 from wholestep.capture.record.classes import class_member, is_library, read_from_class, read_from_super
 from wholestep.capture.record.follow import is_followed_file
 from wholestep.capture.record.places import ABSENT, CONTAINERS, Place, Step, has_hidden_state, take
@@ -271,6 +271,8 @@ def refuse_iterator(recorder: Recorder, owner: Any) -> None:
     """Taking an item from an iterator of C's changes it where nobody can see or undo it."""
     if isinstance(owner, io.IOBase) and recorder.place_of(owner) is not None:
         recorder.refuse(f"reads or writes a file (a {type(owner).__name__})", "Read and write files outside the step")
+    if isinstance(owner, whole.VIEWS):
+        refuse_hidden_state(recorder, owner)
     taker = getattr(type(owner), "__next__", None)
     if taker is not None and not isinstance(taker, FunctionType) and recorder.place_of(owner) is not None:
         recorder.refuse(

@@ -29,6 +29,7 @@ from wholestep.capture import source
 from wholestep.capture.record import outside, participants, reads, whole
 from wholestep.capture.record.again import Missed, Unsymbolic
 from wholestep.capture.record.calls import BUILTINS, choose, told
+from wholestep.capture.record.caught import Caught
 from wholestep.capture.record.follow import Followers, functions_in, is_of_torch
 from wholestep.capture.record.numbers import Ledger, Number, origins_of, settled
 from wholestep.capture.record.placed import PlacedNumbers
@@ -101,6 +102,7 @@ class Recorder:
         """The filters of warnings as they were before the step; `catch_warnings` puts others in their place."""
         self.own_generators: dict[int, Any] = {}
         """Generators of random numbers that the step has made itself."""
+        self.caught = Caught()
 
     # Owners
 

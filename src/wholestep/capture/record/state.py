@@ -7,6 +7,7 @@ with that call's values (see `effects`).
 from __future__ import annotations
 
 import collections
+import operator
 from collections.abc import Callable
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -59,8 +60,7 @@ class Kept:
         """Put the owner back as it was."""
         owner, before = self.owner, self.before
         if isinstance(owner, dict):
-            dict_kind(owner).clear(owner)
-            dict_kind(owner).update(owner, before)
+            _restore_dict(owner, before)
         elif isinstance(owner, list):
             list.__setitem__(owner, slice(None), before)  # pyright: ignore[reportUnknownMemberType]
         elif isinstance(owner, set):
@@ -133,6 +133,17 @@ def apply_operation(owner: Any, name: str, args: tuple[Any, ...]) -> Any:
     """Do one of a container's own operations, whatever a subclass makes of it."""
     kind = next(kind for kind in (list, dict, set, collections.deque) if isinstance(owner, kind))
     return getattr(kind, name)(owner, *args)
+
+
+def _restore_dict(owner: dict[Any, Any], before: dict[Any, Any]) -> None:
+    """Not by way of an empty dict where that can be helped: it may be the builtins, or what another thread looks at."""
+    kind = dict_kind(owner)
+    for key in [key for key in kind.keys(owner) if key not in before]:
+        kind.pop(owner, key, None)
+    kind.update(owner, before)
+    if not all(map(operator.is_, kind.keys(owner), before)):
+        kind.clear(owner)
+        kind.update(owner, before)
 
 
 def dict_kind(owner: Any) -> Any:

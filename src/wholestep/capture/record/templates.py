@@ -265,7 +265,7 @@ class Templates:
         if isinstance(value, (type, types.FunctionType, types.BuiltinFunctionType, types.ModuleType)) or not (
             is_open(value) and type(value) not in (functools.partial, types.CellType)
         ):
-            return self._opaque(value, what)
+            return self._opaque(number, value, what)
         items = None
         if isinstance(value, dict):
             items = tuple((self.of(key, what), self.of(item, what)) for key, item in value.items())
@@ -284,11 +284,11 @@ class Templates:
             tuple((name, self.of(item, what)) for name, item in attributes if name not in ("__dict__", "__weakref__")),
         )
 
-    def _opaque(self, value: Any, what: str) -> Template:
+    def _opaque(self, number: int, value: Any, what: str) -> Template:
         if isinstance(value, (types.BuiltinFunctionType, types.ModuleType, type)):
             return Constant(value)
         if isinstance(value, np.ndarray) and value.dtype != object:
-            return Converted(len(self._known), functools.partial(np.array, value.copy()), ())
+            return Converted(number, functools.partial(np.array, value.copy()), ())
         raise CaptureError(
             f"{what} a {type(value).__name__} that the step has made, which cannot be made again at each call",
             advice="Make it outside the step",

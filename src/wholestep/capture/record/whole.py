@@ -1,15 +1,24 @@
-"""Owners that somebody is given whom we cannot follow: all that they hold counts as read, and maybe as written to."""
+"""Owners that somebody is given whom we cannot follow: all that they hold counts as read, and maybe as written to.
+
+Something from outside may also be in what the step has made: `max(map(len, queues.values()))` gives C code an iterator,
+through which it gets at a view, and through that at the lists (`reached`).
+"""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
-from types import MethodType
+import gc
+from collections.abc import Iterable, Iterator
+from types import FunctionType, GeneratorType, MethodType, ModuleType
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import torch
+from torch import nn
+from torch.optim import Optimizer
 
 from wholestep.capture.record.places import CONTAINERS, Expectation, Step, is_open, is_plain, slot_names, take
+from wholestep.capture.record.standins import is_number
 
 if TYPE_CHECKING:
     from wholestep.capture.record.recorder import Recorder
@@ -58,6 +67,51 @@ def _parts(recorder: Recorder, owner: Any) -> Iterator[Any]:
         yield value
 
 
+VIEWS = (type({}.keys()), type({}.values()), type({}.items()))
+_LEFT_ALONE = (type, FunctionType, GeneratorType, ModuleType, nn.Module, Optimizer, torch.Tensor)
+"""What tells itself what it does, or is looked after by others."""
+_OWN_PACKAGES = ("torch", "wholestep")
+
+
+def reached(recorder: Recorder, given: Iterable[Any]) -> Iterator[Any]:
+    """What code is given, and what it can get at through that up to the first object from outside on each way."""
+    pending, kept = [*given], dict[int, Any]()
+    while pending:
+        part = pending.pop()
+        if is_plain(part) or is_number(part) or id(part) in kept:
+            continue
+        kept[id(part)] = part  # or an object that is made on the way might get the place of another in memory
+        yield part
+        if recorder.place_of(part) is None and not isinstance(part, _LEFT_ALONE):
+            pending += _parts_of_made(part)
+
+
+def read_reached(recorder: Recorder, *given: Any) -> None:
+    """Note the whole state of what is reached from some values."""
+    for part in reached(recorder, given):
+        recorder.read_deep(part)
+        if isinstance(part, np.ndarray):
+            recorder.expect_content(part)
+
+
+def _parts_of_made(value: Any) -> Iterable[Any]:
+    """What the step has put into something that it has made."""
+    if isinstance(value, dict):
+        return [*value.keys(), *value.values()]
+    if isinstance(value, (*CONTAINERS, *VIEWS)):
+        return [*value]
+    if isinstance(value, slice):
+        return [value.start, value.stop, value.step]
+    if type(value) in _OTHER_PARTS:
+        return [take(value, Step.ATTRIBUTE, name) for name in _OTHER_PARTS[type(value)]]
+    if hasattr(type(value), "__next__") and not isinstance(type(value).__next__, FunctionType):
+        return gc.get_referents(value)  # an iterator of C: to ask it would use it up
+    if not is_open(value) or type(value).__module__.partition(".")[0] in _OWN_PACKAGES:
+        return []
+    names = slot_names(type(value))
+    return [*getattr(value, "__dict__", {}).values(), *(take(value, Step.ATTRIBUTE, name) for name in names)]
+
+
 def expect_content(recorder: Recorder, array: np.ndarray[Any, Any]) -> None:
     place = recorder.place_of(array)
     if place is None or place.expectation is not Expectation.SAME:
@@ -81,19 +135,25 @@ def read_arrays(recorder: Recorder, given: Any) -> None:
 
 def keep(recorder: Recorder, owner: Any) -> None:
     """Keep what an owner and all it holds were."""
+    pending = [owner]
+    while pending:
+        part = pending.pop()
+        if recorder.place_of(part) is not None and id(part) not in recorder.kept:
+            pending += _kept_with(recorder, part)
+
+
+def _kept_with(recorder: Recorder, owner: Any) -> Iterable[Any]:
+    """Keep an owner as it is; what it holds has to be kept as well."""
     place = recorder.place_of(owner)
-    if place is None or id(owner) in recorder.kept:
-        return
+    assert place is not None
     if place.expectation is not Expectation.ARRAY and (place.expectation not in _LOOKED_INTO or not is_open(owner)):
-        return
+        return []
     if isinstance(owner, (tuple, frozenset)):
-        for part in owner:
-            keep(recorder, part)
-        return
+        return owner
     if type(owner) in (MethodType, functools.partial):
-        return
+        return []
     namespace = recorder.namespace_of(owner)
     if isinstance(owner, (*CONTAINERS, np.ndarray)) or namespace is None:
         recorder.about_to_change(owner)
-    for part in (namespace, *([] if namespace is None else namespace.values())):
-        keep(recorder, part)
+    parts = (owner.values() if isinstance(owner, dict) else owner) if isinstance(owner, CONTAINERS) else ()
+    return [*parts, *([] if namespace is None else [namespace, *namespace.values()])]
