@@ -24,6 +24,7 @@ import torch
 from torch import Tensor, fx
 from torch._subclasses.fake_tensor import FakeTensor
 from torch._subclasses.functional_tensor import FunctionalTensor
+from torch.fx.experimental.proxy_tensor import get_proxy_mode
 
 from wholestep._fake_torch import is_blank
 from wholestep.capture.record import follow
@@ -162,7 +163,8 @@ def refusals_watched() -> Iterator[None]:
             try:
                 return call(*args, **kwargs)
             except CaptureError:
-                search((args, kwargs, call))
+                if get_proxy_mode() is None:  # a step that calls another one is still being traced
+                    search((args, kwargs, call))
                 raise
 
         return searched_call

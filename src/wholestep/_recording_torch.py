@@ -168,6 +168,11 @@ def _leave_alone(code: CodeType) -> bool:
     return True
 
 
+def generators() -> list[torch.Generator]:
+    """All generators that operators draw from without being given one."""
+    return [torch.default_generator, *(torch.cuda.default_generators if torch.cuda.is_initialized() else ())]
+
+
 # What functions and properties of torch and `torch.backends` say, without their detours.
 is_cudnn_enabled: Callable[[], bool] = torch._C._get_cudnn_enabled
 is_mkldnn_enabled: Callable[[], bool] = torch._C._get_mkldnn_enabled
@@ -354,6 +359,17 @@ _OPS.impl("seed", lambda seed: _nothing(_manual_seed(seed)), "CompositeExplicitA
 torch.library.register_fake("wholestep::rng_state", lambda: torch.empty(_STATE_BYTES, dtype=torch.uint8), lib=_OPS)
 torch.library.register_fake("wholestep::set_rng_state", lambda state: _nothing(), lib=_OPS)
 torch.library.register_fake("wholestep::seed", lambda seed: _nothing(), lib=_OPS)
+
+_OPS.define("require(Tensor[] values, int key) -> Tensor", tags=(torch.Tag.nondeterministic_seeded,))
+torch.library.register_fake("wholestep::require", lambda values, key: torch.empty(0), lib=_OPS)
+REQUIRE = torch.ops.wholestep.require.default
+"""Looks at values in the middle of a graph, and raises if they are not what the graph was made for."""
+
+
+def when_required(check: Callable[[list[torch.Tensor], int], None]) -> None:
+    """Say what `REQUIRE` does."""
+    _OPS.impl("require", lambda values, key: _nothing(check(values, key)), "CompositeExplicitAutograd")
+
 
 RANDOM_STATE = frozenset(
     [torch.ops.wholestep.rng_state.default, torch.ops.wholestep.set_rng_state.default, torch.ops.wholestep.seed.default]

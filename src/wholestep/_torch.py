@@ -231,6 +231,11 @@ def is_traced(tensor: object) -> bool:
     return isinstance(tensor, torch.Tensor) and torch._is_functional_tensor(tensor)
 
 
+def is_tracing() -> bool:
+    """Whether a `trace` is running in this thread."""
+    return get_proxy_mode() is not None
+
+
 def current_tracer() -> Any:
     """The tracer of the running `trace`; its `graph` grows with every op."""
     proxy_mode = get_proxy_mode()

@@ -94,6 +94,7 @@ def compile(
     verify: int | None = ...,
     max_iters: int | None = ...,
     passes: str | Pipeline | None = ...,
+    on_refusal: str = ...,
 ) -> Callable[[Callable[..., Any]], CompiledStep]: ...
 
 
@@ -112,6 +113,7 @@ def compile(
     verify: int | None = ...,
     max_iters: int | None = ...,
     passes: str | Pipeline | None = ...,
+    on_refusal: str = ...,
 ) -> CompiledStep: ...
 
 
@@ -129,6 +131,7 @@ def compile(
     verify: int | None = None,
     max_iters: int | None = None,
     passes: str | Pipeline | None = None,
+    on_refusal: str = "raise",
 ) -> Any:
     """Compile a whole training step: forward, loss, backward, gradient collectives and optimizer become one graph.
 
@@ -167,12 +170,19 @@ def compile(
             begins to count again. `step(..., last=True)` says the same of a single call.
         passes: the pass pipeline, as text (`"simplify,cse,reinplace"`) or as a `Pipeline`; `""` runs the graph as
             captured. The passes of `data_parallel` and `cross_iteration` come before `reinplace`.
+        on_refusal: what happens if the step cannot be captured: `"raise"` the `CaptureError`, or run it as it is, in
+            `"eager"`, with one warning that says why. Eager knows no ranks and no budgets, so that it takes neither.
 
     The first call captures; later calls run the graph. What is returned carries no autograd history.
     """
     given = {name: value for name, value in locals().items() if name != "fn"}
     if fn is None:
         return functools.partial(compile, **given)
+    if isinstance(fn, nn.Module):
+        raise WholestepError(
+            f"wholestep.compile takes a train step (a function that runs {type(fn).__name__}, the backward and the "
+            "optimizer), not a model; for a model alone there is torch.compile(model, backend=wholestep.inductor())"
+        )
     if not callable(fn):
         raise WholestepError(f"wholestep.compile takes a train step (a function), not a {type(fn).__name__}")
     settings = Settings.from_environ()
@@ -187,6 +197,9 @@ def _step_options(
 ) -> StepOptions:
     """Arguments of `compile` and settings in one, checked."""
     _check(verify=verify, passes=passes, **others)
+    if others["on_refusal"] == "eager" and (data_parallel is not None or memory_budget is not None):
+        option = "memory_budget" if data_parallel is None else "data_parallel"
+        raise WholestepError(f"on_refusal='eager' cannot be had with {option}, which eager does not know")
     pipeline = DEFAULT_PIPELINE if passes is None else passes
     moved: str | Sequence[str] = others.pop("cross_iteration")
     return StepOptions(
@@ -373,6 +386,7 @@ def _check(
     verify: object,
     max_iters: object,
     passes: object,
+    on_refusal: object,
 ) -> None:
     """Refuse options of the wrong kind, one sentence each."""
     if not (chunk_loss in (None, "auto") or (_is_count(chunk_loss) and chunk_loss not in (0, 1))):
@@ -393,6 +407,8 @@ def _check(
         raise WholestepError(f"verify is the number of steps to check, 0 or more, not {verify!r}")
     if max_iters is not None and not (_is_count(max_iters) and max_iters):
         raise WholestepError(f"max_iters is the number of steps there will be, 1 or more, not {max_iters!r}")
+    if on_refusal not in ("raise", "eager"):
+        raise WholestepError(f"on_refusal is 'raise' or 'eager', not {on_refusal!r}")
     if not _is_pipeline(passes):
         raise WholestepError(f"passes is a pipeline as text or a Pipeline, not {passes!r}")
 

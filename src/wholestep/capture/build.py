@@ -8,6 +8,7 @@ import torch
 from torch import fx
 
 from wholestep import _torch
+from wholestep._recording_torch import REQUIRE
 from wholestep.capture.binding import Binding, NumberOf
 from wholestep.capture.collect import Collected
 from wholestep.capture.overlap import array_span, first_overlap, span
@@ -48,6 +49,7 @@ def build_graph(
     _refuse_arrays_in_use(step_graph, lifted, session, collected)
     step_graph.eliminate_dead_code()
     step_graph.verify()
+    _refuse_early_writes(step_graph)
     _refuse_mixed_types(step_graph)
     return step_graph, asked
 
@@ -73,12 +75,16 @@ def _lift_constants(module: fx.GraphModule, session: Session) -> dict[str, Lifte
 def _exchange_targets(graph: fx.Graph) -> None:
     """Ops that would not do outside autograd and after functionalisation what eager's op does."""
     for node in graph.nodes:
-        if node.meta.get("in_layout"):
-            node.target = InLayout(ops.in_place_twin(node.target))
-        elif node.target is aten.bernoulli.p and not node.meta.get("out_of_place"):
-            node.target = _torch.BERNOULLI_LIKE
-        elif node.target is aten.mkldnn_rnn_layer.default:
-            node.target = _torch.mkldnn_rnn_layer_in_training
+        node.target = target_of(node)
+
+
+def target_of(node: fx.Node) -> Any:
+    """What a traced node has to call."""
+    if node.meta.get("in_layout"):
+        return InLayout(ops.in_place_twin(node.target))
+    if node.target is aten.bernoulli.p and not node.meta.get("out_of_place"):
+        return _torch.BERNOULLI_LIKE
+    return _torch.mkldnn_rnn_layer_in_training if node.target is aten.mkldnn_rnn_layer.default else node.target
 
 
 def _set_output(graph: fx.Graph, session: Session, collected: Collected) -> None:
@@ -201,6 +207,19 @@ def _refuse_aliased_updates(graph: StepGraph, lifted: dict[str, Lifted]) -> None
             f"{one} and {other} share memory and the step writes to one of them",
             advice="Clone one of the two, or register the tensor once (tied parameters are fine)",
         )
+
+
+def _refuse_early_writes(graph: StepGraph) -> None:
+    """A call that leaves the graph must leave everything as it was: nothing may be written before the last look."""
+    calls = list(graph.calls())
+    last_look = max((index for index, node in enumerate(calls) if node.target is REQUIRE), default=0)
+    for node in calls[:last_look]:
+        if ops.has_effect(node) and not ops.is_random(node.target):
+            raise CaptureError(
+                f"the step looks at a value, to check it, after {node.target} has written unseen" + _in_module(node),
+                location=calls[last_look].meta.get("source"),
+                advice="Check the value outside the step",
+            )
 
 
 def _refuse_arrays_in_use(graph: StepGraph, lifted: dict[str, Lifted], session: Session, collected: Collected) -> None:

@@ -22,24 +22,25 @@ from typing import Any
 
 import torch
 from torch import fx, nn
-from torch.nn.parallel import DataParallel, DistributedDataParallel
 from torch.optim import Optimizer
 
 from wholestep import _recording_torch, _torch
 from wholestep._threads import one_at_a_time
-from wholestep.capture import binding, blank, build, discover, source, swap, switches, tree
+from wholestep.capture import binding, blank, build, discover, refusals, source, swap, switches, tree
 from wholestep.capture.collect import Collected, collect, foreign_state
 from wholestep.capture.discover import Reachable
 from wholestep.capture.functional import Functional
 from wholestep.capture.interpose import interposed, others_waiting
 from wholestep.capture.layouts import new_fake_mode
 from wholestep.capture.leftovers import HandedOut
+from wholestep.capture.looks import Looks
 from wholestep.capture.optimizer_state import State, initial_state
 from wholestep.capture.questions import Answers, Asked, Questions
 from wholestep.capture.record import (
     AsksBefore,
     Missed,
     Program,
+    Raises,
     Recorder,
     Recording,
     Template,
@@ -65,7 +66,8 @@ class Capture:
     """A captured step and all that is needed to run it again.
 
     `bindings` says where each slot of the graph (and each result) lives; `any_incoming_grad` are parameters whose
-    gradient before the call does not matter; `initial_state` is optimizer state the first run starts from; `stepped`
+    gradient before the call does not matter, `cleared_late` those of them whose gradient is there until after a look
+    that may leave the graph; `initial_state` is optimizer state the first run starts from; `stepped`
     are the optimizers whose `step()` the graph contains; `state` is what it leaves in their state besides tensors and
     numbers, `empty_states` for which parameters it asks for state and leaves it empty; `written` the ids of the slots
     it writes to; `trail` says which ops each call of a module made and where `pipe_split()` stood; `asked` are values
@@ -81,6 +83,7 @@ class Capture:
     recording: Recording
     bindings: dict[str, binding.Binding]
     any_incoming_grad: tuple[torch.Tensor, ...]
+    cleared_late: tuple[torch.Tensor, ...]
     initial_state: list[tuple[Optimizer, torch.Tensor, dict[str, Any]]]
     stepped: tuple[Optimizer, ...]
     written: frozenset[str]
@@ -136,6 +139,7 @@ class _Call:
             fixed_answers=frozenset(path[1] for path in self.fixed if path[0] is Answers),
         )
         self.recorder = self.session.recorder = Recorder(self.numbers)
+        self.session.looks = Looks(self.session, may_leave=self.answers and not is_imagined)
 
     def again(
         self,
@@ -180,6 +184,7 @@ def capture(
 
     Raises `CaptureError` with the user's file and line when the step cannot be captured as one graph.
     """
+    refusals.refuse_nested(function)
     with one_at_a_time():
         handed_out = HandedOut()
         call = (function, args, kwargs, discover.reachable(function, args, kwargs))
@@ -191,9 +196,9 @@ def capture(
 def _capture(call: _Call) -> Capture:
     started = time.perf_counter()
     function, args, kwargs, dynamic_leaves = call.function, call.args, call.kwargs, call.dynamic_leaves
-    _refuse_wrappers(call.found, function)
+    refusals.refuse_wrappers(call.found, function)
     if dynamic_leaves:
-        _refuse_recurrent(call.found)
+        refusals.refuse_recurrent(call.found)
     with blank.where_made(_tensors(call.found, args, kwargs)):
         call, module, result = _trace_until_complete(call)
     graph, asked = build.build_graph(module, call.session, result, call.bindings)
@@ -208,6 +213,7 @@ def _capture(call: _Call) -> Capture:
         recording=_recording(call, result, graph),
         bindings=call.bindings,
         any_incoming_grad=indifferent,
+        cleared_late=tuple(p for p in indifferent if id(p) in call.session.looks.gradients_before),
         initial_state=_state_to_install(call),
         stepped=tuple(call.session.stepped),
         written=frozenset(graph.updates),
@@ -253,9 +259,11 @@ def _trace(call: _Call) -> tuple[_Call, fx.GraphModule, Collected]:
             location=source.raising_line(error),
             advice="Use torch.where / torch.clamp instead of Python branches on tensor values",
         ) from error
+    except SystemExit as error:
+        raise Raises("the step exits", location=source.raising_line(error)) from error
     except Exception as error:
         call.recorder.caught.require_none()  # which the step may have turned into this one
-        raise CaptureError(
+        raise (Raises if call.session.looks.requirements else CaptureError)(
             f"{type(error).__name__}: {source.first_line(error)}",
             location=source.raising_line(error) or discover.location_of(function),
             advice=f"The train step raised this while it was captured; nothing has been changed{_other_threads()}",
@@ -328,8 +336,10 @@ def _recording(call: _Call, result: Collected, graph: StepGraph) -> Recording:
     program = Program(recorder.ledger, needed, tuple(recorder.generators))
     recorder.ledger.symbol_of = _no_symbol  # or numbers that are kept would keep the trace
     symbolic = frozenset(call.numbers)
+    recorder.late.end()
     return Recording(
-        tuple(recorder.roots), program, result.effects, symbolic, call.session.numbers, call.session.current
+        *(tuple(recorder.roots), program, result.effects, symbolic),
+        *(call.session.numbers, call.session.current, result.late, tuple(call.session.looks.requirements)),
     )
 
 
@@ -576,22 +586,3 @@ def _state_to_install(call: _Call) -> list[tuple[Optimizer, torch.Tensor, dict[s
         for parameter, entries in call.states[name].items()
         if parameter not in optimizer.state and (id(optimizer), id(session.twins[id(parameter)])) in session.touched
     ]
-
-
-def _refuse_wrappers(found: Reachable, function: Function) -> None:
-    for name, module in found.modules.items():
-        inner = "module" if isinstance(module, (DataParallel, DistributedDataParallel)) else "_orig_mod"
-        if inner in dict(module.named_children()):
-            raise CaptureError(
-                f"'{name}' is wrapped in {type(module).__name__}",
-                location=discover.location_of(function),
-                advice=f"Pass the plain module ({name}.{inner})",
-            )
-
-
-def _refuse_recurrent(found: Reachable) -> None:
-    """Eager's fused recurrent kernels cannot be traced with a symbolic batch; their unfused form rounds differently."""
-    for name, module in found.modules.items():
-        for path, submodule in module.named_modules():
-            if isinstance(submodule, nn.RNNBase):
-                raise CaptureError(f"'{path or name}' is a {type(submodule).__name__}, which needs a fixed batch size")

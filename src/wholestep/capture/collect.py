@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,7 +12,9 @@ from torch.optim import Optimizer
 from wholestep import _torch
 from wholestep.capture import binding, source
 from wholestep.capture.discover import Reachable
+from wholestep.capture.record import Recorder
 from wholestep.capture.record.effects import Effects, find_effects
+from wholestep.capture.record.late import Late
 from wholestep.capture.record.numbers import Number
 from wholestep.capture.record.places import ABSENT
 from wholestep.capture.record.templates import Template, Templates, refuse_attributes
@@ -39,11 +41,13 @@ class Collected:
     results: dict[str, int] = field(default_factory=dict)
     constants: dict[str, Any] = field(default_factory=dict)
     new_slots: dict[str, Slot] = field(default_factory=dict)
+    late: Late = field(default_factory=Late)
+    """Numbers that are made of the graph's results."""
     state: list[tuple[binding.StateOf, Template]] = field(default_factory=list[tuple[binding.StateOf, Template]])
     """What the step leaves in the state of optimizers besides tensors and numbers of the graph."""
 
     def add(self, value: Any) -> int:
-        self.values.append(_torch.from_functional(value) if isinstance(value, torch.Tensor) else value)
+        self.values.append(_torch.from_functional(value) if isinstance(value, _torch.FunctionalTensor) else value)
         return len(self.values) - 1
 
 
@@ -141,11 +145,22 @@ def _collect_outputs(
         for name, optimizer in found.optimizers.items()
         for owner, key, value in _python_in_state(session, optimizer)
     ]
-    recorder.needed = templates.numbers
-    result = Collected(outputs, effects, [], len(values), state=state)
+    late = _late_numbers(recorder, templates, computed)
+    recorder.needed = templates.numbers | recorder.late.imported
+    result = Collected(outputs, effects, [], len(values), late=late, state=state)
     for value in values:
         result.add(value)
     return result
+
+
+def _late_numbers(recorder: Recorder, templates: Templates, computed: Callable[[Any], int]) -> Late:
+    """What has to be done to have the numbers in templates that the graph computes."""
+    ledger = recorder.late
+    if not templates.late_numbers:
+        return Late()
+    code = ledger.slice_of(sorted(templates.late_numbers))
+    positions = tuple(computed(ledger.found[name].value) for name in code.leaves)
+    return Late(code, positions)
 
 
 def _python_in_state(session: Session, optimizer: Optimizer) -> Iterator[tuple[torch.Tensor, Any, Any]]:

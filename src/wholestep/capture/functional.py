@@ -33,11 +33,8 @@ class Functional(_torch.FunctionalTensorMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         if _torch.is_a_check(func):
-            raise CaptureError(
-                f"{_torch.packet_name(func)} looks at values while the step runs",
-                location=source.current_location(),
-                advice="Check after the call; in torch.linalg, use inv_ex, solve_ex, cholesky_ex or lu_factor_ex",
-            )
+            self._session.looks.check(func, args, kwargs or {})
+            return None
         result = self._dispatched(func, types, args, kwargs)
         for value in result if isinstance(result, (list, tuple)) else (result,):
             if isinstance(value, _torch.FunctionalTensor):

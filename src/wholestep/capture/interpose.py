@@ -8,7 +8,6 @@ each call adds are given their provenance.
 from __future__ import annotations
 
 import contextlib
-import inspect
 from collections.abc import Callable, Container, Generator, Sequence
 from typing import Any, cast
 from unittest import mock
@@ -58,7 +57,6 @@ _DIFFERENCES: dict[Callable[..., Any], Callable[..., Any]] = {
     torch.Tensor.subtract_: torch.Tensor.add_,
 }
 _OUT_OF_PLACE = (torch.bernoulli, torch.Tensor.bernoulli)
-_READS_BY_NAME = {"__bool__": _READS_A_VALUE[torch.Tensor.__bool__], "tolist": ".tolist()"}
 _OTHERS_WAIT_S = 600.0
 _GRAD_GET: Any = vars(torch.Tensor.__mro__[1])["grad"].__get__
 _DATA_SET: Any = vars(torch.Tensor.__mro__[1])["data"].__set__
@@ -77,9 +75,13 @@ class Interposer(TorchFunctionMode):
         session = self.session
         line = source.current_line()
         session.annotate()
+        if func is torch.Tensor.item and session.phase is not Phase.OPTIMIZER:
+            number = session.looks.number(args[0])
+            if number is not None:
+                return number
         if func in _READS_A_VALUE and session.phase is not Phase.OPTIMIZER and not _is_known(session, func, args[0]):
             raise CaptureError(
-                f"{_what_reads(func)} needs a value that is only known when the step runs",
+                f"{source.what_reads(_READS_A_VALUE[func])} needs a value that is only known when the step runs",
                 location=source.current_location(),
                 advice=source.VALUE_ADVICE,
             )
@@ -159,20 +161,16 @@ def _tensor_of_symbols(
     return result.requires_grad_() if requires_grad else result
 
 
-def _what_reads(func: Callable[..., Any]) -> str:
-    """How the user asked for a value; traced tensors turn `bool()` and `tolist()` into `item()` on the way."""
-    frame = inspect.currentframe()
-    while frame is not None and not source.is_user_file(frame.f_code.co_filename):
-        asked = _READS_BY_NAME.get(frame.f_code.co_name)
-        if asked is not None:
-            return asked
-        frame = frame.f_back
-    return _READS_A_VALUE[func]
-
-
-def tolist(tensor: torch.Tensor) -> Any:
+def _tolist(session: Session) -> Callable[[torch.Tensor], Any]:
     """`tensor.tolist()` by questions that can be recorded; torch's own for traced tensors looks past the trace."""
-    return tensor.item() if tensor.dim() == 0 else [tolist(item) for item in tensor.unbind()]
+
+    def tolist(tensor: torch.Tensor) -> Any:
+        listed = session.looks.list_of(tensor)
+        if listed is not None or tensor.dim() == 0:
+            return tensor.item() if listed is None else listed
+        return [tolist(item) for item in tensor.unbind()]
+
+    return tolist
 
 
 def _refuse_generators(args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> None:
@@ -247,7 +245,7 @@ def interposed(session: Session, module_names: dict[int, str]) -> Generator[None
         _replaced(session, ReduceLROnPlateau, "step", _refuse_scheduler),
         _replaced(session, saved_tensors_hooks, "__enter__", _enter_saved_tensors_hooks),
         _replaced(session, saved_tensors_hooks, "__exit__", _nothing),
-        mock.patch.object(_torch.FunctionalTensor, "tolist", tolist),
+        mock.patch.object(_torch.FunctionalTensor, "tolist", _tolist(session)),
         _replaced(session, record_function, "__enter__", _nothing),
         _replaced(session, record_function, "__exit__", _nothing),
         contextlib.ExitStack() as stack,

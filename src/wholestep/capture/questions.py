@@ -88,7 +88,7 @@ class Questions:
     def can_answer(self, node: fx.Node, reals: Mapping[str, Any], slots: Mapping[str, Slot]) -> bool:
         """Whether a value is known before the step runs; `reals` and `slots` are those of inputs, by their names."""
         kinds = (*(_KNOWN_BEFORE if self.is_answering else ()), *((SlotKind.STATE,) if self.of_state else ()))
-        nodes = _ancestors(node, _MAX_NODES) if kinds else []
+        nodes = ancestors(node, _MAX_NODES) if kinds else []
         return 0 < len(nodes) <= _MAX_NODES and all(_is_known_before(other, kinds, reals, slots) for other in nodes)
 
     def answer(
@@ -112,7 +112,7 @@ class Questions:
     def settled(self, slots: Mapping[str, Slot], fake_mode: Any) -> Asked | None:
         """The questions as a graph of their own, once all inputs of the traced graph are placeholders."""
         self._values.clear()
-        needs = {node: _ancestors(node) for node in self._asked}
+        needs = {node: ancestors(node) for node in self._asked}
         places = {node: index for index, node in enumerate(self._asked) if any(map(_is_input, needs[node]))}
         if not places:
             return None
@@ -130,7 +130,7 @@ class Questions:
         return Asked(asked, tuple(self._asked[node] for node in places), tuple(places.values()), self.found)
 
 
-def _ancestors(node: fx.Node, enough: float = math.inf) -> list[fx.Node]:
+def ancestors(node: fx.Node, enough: float = math.inf) -> list[fx.Node]:
     """A node and all that it is computed from; not all of that if it is more than `enough`."""
     seen: dict[fx.Node, None] = {}
     pending = [node]
@@ -156,7 +156,7 @@ def _is_known_before(
 
 def _evaluated(node: fx.Node, tracer: Any, reals: Mapping[str, Any], values: dict[fx.Node, Any]) -> Any:
     """The real value of a node; `values` has those that are known already."""
-    wanted = {*_ancestors(node)}
+    wanted = {*ancestors(node)}
     for other in node.graph.nodes:
         if other not in wanted or other in values:
             continue

@@ -8,7 +8,7 @@ import re
 import threading
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -20,13 +20,16 @@ from wholestep import _torch
 from wholestep.capture import binding, blank, source
 from wholestep.capture.leftovers import HandedOut
 from wholestep.capture.questions import Questions
-from wholestep.capture.record.numbers import Number, name_of, value_of
+from wholestep.capture.record.numbers import Number, is_late, name_of, settled, value_of
 from wholestep.capture.record.places import Rooted, Step, find
 from wholestep.capture.record.recorder import Recorder
 from wholestep.capture.record.recording import Current
 from wholestep.capture.trail import TrailNotes
 from wholestep.errors import CaptureError
 from wholestep.graph import Phase, Slot, SlotKind, map_nodes, ops
+
+if TYPE_CHECKING:
+    from wholestep.capture.looks import Looks
 
 _PLAIN_TYPES = (torch.Tensor, nn.Parameter, nn.Buffer)
 _NOT_NUMBERS = (torch.bool, torch.complex32, torch.complex64, torch.complex128)
@@ -65,6 +68,8 @@ class Session:
     """
 
     fake_mode: Any
+    looks: Looks = field(init=False)
+    """What Python asks of values that the step computes."""
     handed_out: HandedOut = field(default_factory=HandedOut)
     has_symbolic_sizes: bool = False
     recorder: Recorder = field(default_factory=Recorder)
@@ -162,6 +167,8 @@ class Session:
 
     def symbol(self, number: Number) -> Any:
         """The traced value of a number that may change: an input of the graph."""
+        if is_late(number):
+            return settled(number)
         name = name_of(number)
         known = next((entry.twin for entry in self.lifted.values() if entry.slot == Slot(SlotKind.NUMBER, name)), None)
         if known is not None:
@@ -204,16 +211,18 @@ class Session:
         questions = self.questions
         if self.phase is Phase.OPTIMIZER and not questions.of_state:
             return False
-        reals, slots = self._reals(), {name: lifted.slot for name, lifted in self.lifted.items()}
         tensors = [value for value in values if isinstance(value, torch.Tensor)]
-        return all(
-            self._has_node(value) and questions.can_answer(self.node_of(value), reals, slots) for value in tensors
-        )
+        return all(self.has_node(value) and self.is_answerable(self.node_of(value)) for value in tensors)
+
+    def is_answerable(self, node: fx.Node) -> bool:
+        """Whether what a node computes is known before the step runs."""
+        slots = {name: lifted.slot for name, lifted in self.lifted.items()}
+        return self.questions.can_answer(node, self.reals(), slots)
 
     def answer(self, func: Any, args: tuple[Any, ...], *, is_open: bool = False) -> Any:
         """What an operator that looks at values gives for the arguments of this very call."""
         nodes = tuple(self.node_of(value) if isinstance(value, torch.Tensor) else value for value in args)
-        return self.questions.answer(self.tracer, func, nodes, self._reals(), is_open=is_open)
+        return self.questions.answer(self.tracer, func, nodes, self.reals(), is_open=is_open)
 
     def number_in_state(self, tensor: torch.Tensor) -> Number | None:
         """The number that an optimizer makes of its state, for Python to compute with; None if it is not that."""
@@ -232,11 +241,11 @@ class Session:
             self._numbers_in_state[node] = self.recorder.ledger.steady_leaf(value, path)
         return self._numbers_in_state[node]
 
-    def _has_node(self, value: torch.Tensor) -> bool:
+    def has_node(self, value: torch.Tensor) -> bool:
         is_functional = isinstance(value, _torch.FunctionalTensor)
         return is_functional and _torch.has_node(self.tracer, _torch.from_functional(value))
 
-    def _reals(self) -> dict[str, Any]:
+    def reals(self) -> dict[str, Any]:
         return {name: lifted.real for name, lifted in self.lifted.items()}
 
     @property
@@ -377,7 +386,7 @@ class Session:
         self.annotate()
         self.trail.mark(self.phase, self.module_stack[-1] if self.module_stack else "")
 
-    def _phase_now(self) -> Phase:
+    def phase_now(self) -> Phase:
         """After the update, work without gradients (averaging weights) belongs to the optimizer."""
         is_after = self.phase is Phase.FORWARD and bool(self.stepped) and not torch.is_grad_enabled()
         return Phase.OPTIMIZER if is_after else self.phase
@@ -393,7 +402,7 @@ class Session:
             if node.op != "call_function" or "phase" in node.meta:
                 continue
             node.meta["epoch"] = self.trail.epoch
-            node.meta["phase"] = self._phase_now()
+            node.meta["phase"] = self.phase_now()
             if self.module_stack:
                 node.meta["fqn"] = self.module_stack[-1]
             if line:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import inspect
 import os
+from collections.abc import Callable
 from types import FrameType, TracebackType
 
 import torch
@@ -40,11 +41,39 @@ def is_user_file(filename: str) -> bool:
     return known
 
 
-def _innermost_user_frame() -> FrameType | None:
-    frame = inspect.currentframe()
-    while frame is not None and not is_user_file(frame.f_code.co_filename):
+def innermost_frame(is_one: Callable[[str], bool], frame: FrameType | None = None) -> FrameType | None:
+    """The innermost frame, from some frame on, of a file that is one of those that are looked for."""
+    frame = frame or inspect.currentframe()
+    while frame is not None and not is_one(frame.f_code.co_filename):
         frame = frame.f_back
     return frame
+
+
+def _innermost_user_frame() -> FrameType | None:
+    return innermost_frame(is_user_file)
+
+
+_READS_BY_NAME = {
+    "__bool__": "an `if`, `while`, `and` or bool() on a tensor",
+    "_compared": "a comparison",
+    "tolist": ".tolist()",
+    "__float__": "float()",
+    "__int__": "int()",
+    "__index__": "use as an index",
+    "__complex__": "complex()",
+    "__format__": "formatting a number",
+    "__repr__": "text made of a number",
+    "__str__": "text made of a number",
+}
+
+
+def what_reads(default: str = "use of a number") -> str:
+    """How the user has asked for a value: what stands for it has methods that are called on the way."""
+    frame, asked = inspect.currentframe(), default
+    while frame is not None and not is_user_file(frame.f_code.co_filename):
+        asked = _READS_BY_NAME.get(frame.f_code.co_name, asked)
+        frame = frame.f_back
+    return asked
 
 
 def current_line() -> str:

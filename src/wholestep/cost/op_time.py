@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from wholestep._recording_torch import REQUIRE
 from wholestep.cost.flops import node_flops
 from wholestep.cost.memory import node_bytes, tensors_in
 from wholestep.cost.trial import clock_us, device_of, plain, sizes_and_strides, try_us, undisturbed
@@ -118,7 +119,7 @@ def is_free(node: fx.Node) -> bool:
     target: Any = node.target
     if not ops.is_op(node):
         return ops.is_pure(target)
-    return ops.is_view(target) or ops.is_collective(target)
+    return ops.is_view(target) or ops.is_collective(target) or target is REQUIRE
 
 
 def _signature(node: fx.Node) -> Any:

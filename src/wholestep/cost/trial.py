@@ -19,6 +19,7 @@ import torch
 from torch import fx
 
 from wholestep import _torch
+from wholestep._recording_torch import REQUIRE
 from wholestep.cost.memory import tensors_in, written_values
 from wholestep.graph import map_nodes, ops
 
@@ -121,7 +122,11 @@ def _is_harmless(node: fx.Node) -> bool:
     target: Any = node.target
     if not ops.is_op(node):
         return True
-    if ops.is_collective(target) or (_torch.has_side_effect(target) and not ops.written_arguments(target)):
+    if (
+        target is REQUIRE
+        or ops.is_collective(target)
+        or (_torch.has_side_effect(target) and not ops.written_arguments(target))
+    ):
         return False
     given = [source for source in map(_undetached, node.all_input_nodes) if ops.getitem_index(source) is None]
     takes_seed = "attention" in _torch.packet_name(target)

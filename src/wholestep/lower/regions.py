@@ -19,6 +19,7 @@ import torch
 from torch import fx
 
 from wholestep import _torch
+from wholestep._recording_torch import REQUIRE
 from wholestep.graph import Phase, StepGraph, nodes_in, ops
 
 NodePredicate = Callable[[fx.Node], bool]
@@ -122,6 +123,8 @@ def why_not(node: fx.Node) -> str:
         return "" if ops.is_pure(target) and not _is_ours(target) else "it is not a plain operator"
     if ops.is_collective(target):
         return "it talks to other ranks"
+    if node.target is REQUIRE:
+        return "it looks at values, and may leave the graph"
     if ops.draws(node):
         return "it draws random numbers, in eager's order"
     if _torch.packet_name(target).startswith("_fused_"):

@@ -18,6 +18,7 @@ from typing import Any, ClassVar
 import torch
 from torch import fx
 
+from wholestep._recording_torch import REQUIRE
 from wholestep.graph import StepGraph, ops
 from wholestep.lower.region import Region, copied
 from wholestep.passes.base import Pass, register
@@ -41,6 +42,7 @@ class WriteRegions(Pass):
     def apply(self, graph: StepGraph) -> StepGraph:
         calls = list(graph.calls())
         position = {node: index for index, node in enumerate(calls)}
+        last_look = max((index for index, node in enumerate(calls) if node.target is REQUIRE), default=-1)
         looks: dict[fx.Node, list[int]] = {}
         for node in calls:
             for memory in {memory_of(source) for source in node.all_input_nodes}:
@@ -53,6 +55,7 @@ class WriteRegions(Pass):
                     for copy in copies
                     if not any(position[node] < index < position[copy] for index in looks[_slot_of(copy)])
                     and _is_given_once(node, _slot_of(copy))
+                    and position[node] > last_look
                 ]
                 _take_in(graph, node, moved)
         return graph

@@ -19,6 +19,7 @@ import torch
 from torch import fx
 
 from wholestep import _torch
+from wholestep._recording_torch import REQUIRE
 from wholestep.graph import InLayout, StepGraph, nodes_in, ops
 from wholestep.passes.base import Pass, register
 from wholestep.passes.simplify import layout
@@ -96,6 +97,8 @@ class _Memory:
     last_read: dict[int, int] = field(default_factory=dict)
     slots: dict[int, fx.Node] = field(default_factory=dict)
     final_of: dict[int, fx.Node] = field(default_factory=dict)
+    last_look: int = -1
+    """Position of the last node that may leave the graph: no slot is written before."""
     _keys: dict[fx.Node, tuple[int, ...]] = field(default_factory=dict)
 
     @staticmethod
@@ -111,6 +114,8 @@ class _Memory:
             for source in node.all_input_nodes:
                 for key in memory.keys(source):
                     memory.last_read[memory._find(key)] = index
+            if node.target is REQUIRE:
+                memory.last_look = index
         slots = graph.placeholders()
         for slot_id, value in graph.updates.items():
             memory.final_of.setdefault(memory.root(value), slots[slot_id])
@@ -140,7 +145,8 @@ class _Memory:
         """Whether the memory of `node` can be overwritten by the op at position `at`."""
         root = self.root(node)
         slot = self.slots.get(root)
-        return self.last_read.get(root, -1) <= at and (slot is None or slot in self.updated)
+        is_free = slot is None or (slot in self.updated and at > self.last_look)
+        return is_free and self.last_read.get(root, -1) <= at
 
     def may_stay(self, result: fx.Node, source: fx.Node) -> bool:
         """Whether a result computed in the memory of `source` is out of the way when the step ends.
@@ -323,7 +329,8 @@ def _write_updates(graph: StepGraph, memory: _Memory, made_by: dict[str, fx.Node
             continue
         last = memory.last_read.get(memory.root(slot), -1)
         reader = next((node for node in reversed(original[: last + 1]) if node in index_of), slot)
-        after = max(value, reader, made_by.get(slot_id, value), key=index_of.__getitem__)
+        look = original[memory.last_look] if memory.last_look >= 0 else slot
+        after = max(value, reader, look, made_by.get(slot_id, value), key=index_of.__getitem__)
         graph.insert(aten.copy_.default, (slot, value), like=made_by.get(slot_id, value), after=_behind_items(after))
 
 

@@ -22,6 +22,7 @@ import torch
 from torch import fx
 
 from wholestep import _torch
+from wholestep._recording_torch import REQUIRE
 from wholestep.graph import Replay, SlotKind, StepGraph, nodes_in, ops
 from wholestep.lower import Region
 from wholestep.runtime.codegen import Step
@@ -50,6 +51,8 @@ def _obstacle(node: fx.Node, device: torch.device) -> str:
     value = node.meta.get("val")
     if node.op == "placeholder" and isinstance(value, torch.SymFloat) and not _is_rate(node):
         return "is a number that changes from step to step, and not only fused optimizers read it"
+    if node.target is REQUIRE:
+        return "looks at values of the device"
     if any(item.device != device for item in _tensors([node])) and not _is_rate_tensor(node):
         return f"is not on {device}"
     if node.op != "call_function":

@@ -51,7 +51,7 @@ def checked_run(
     capture.recording.program.undo_draws()
     outside = (*outside, OwnObjects(capture.recording, call))
     world = World.of(capture, call, outside)
-    explanation = ""
+    explanation, is_first = "", chosen.num_runs == 0
     try:
         expected = observe(capture, call, _run_in_eager(call, peers), outside)
         world.restore()
@@ -67,11 +67,11 @@ def checked_run(
             after.restore()
         by_rank = [differences] if peers is None else peers.verdicts(differences)
     except BaseException:
-        _undo(world, chosen)
+        _undo(world, chosen, is_first=is_first)
         raise
     for rank, found_there in enumerate(by_rank):
         if found_there:
-            _undo(world, chosen)
+            _undo(world, chosen, is_first=is_first)
             whose = "" if peers is None else f" on rank {rank}"
             raise VerificationError(_message(number, whose, found_there, explanation), found_there)
     return result
@@ -149,10 +149,10 @@ def _around_backward(peers: Peers | None) -> Generator[None]:
         yield
 
 
-def _undo(world: World, chosen: Specialization) -> None:
+def _undo(world: World, chosen: Specialization, *, is_first: bool) -> None:
     """Put everything back to before the call, which may have been the one that created the optimizer's state."""
     world.restore()
-    if chosen.num_runs <= 1:
+    if is_first:
         chosen.remove_initial_state()
 
 

@@ -9,8 +9,7 @@ import gc
 import logging
 import time
 from collections.abc import Callable, Generator
-from dataclasses import dataclass, replace
-from pathlib import Path
+from dataclasses import replace
 from types import FunctionType
 from typing import Any, Self
 
@@ -19,6 +18,7 @@ import torch
 from wholestep import _waiting_torch
 from wholestep._threads import let_others_capture, one_at_a_time
 from wholestep.capture import Capture, capture, discover
+from wholestep.capture.record import OtherOutcome, Raises
 from wholestep.comm import FillBuckets, SplitOptimizer
 from wholestep.comm.plan import DataParallelPlan
 from wholestep.cost import dominant_logits, profile_memory
@@ -27,7 +27,6 @@ from wholestep.graph import StepGraph
 from wholestep.iteration import Rotate
 from wholestep.lower import Decompose, Lower, Masks, WriteRegions
 from wholestep.passes import (
-    DEFAULT_PIPELINE,
     ChunkLoss,
     LossGradient,
     PadLogits,
@@ -38,43 +37,24 @@ from wholestep.passes import (
     new_dump_folder,
     run_passes,
 )
-from wholestep.remat import MemoryStudy, RematPlan, StepBudget, Survey, fit_lowered_step, fit_step, readable
+from wholestep.remat import MemoryStudy, RematPlan, Survey, fit_lowered_step, fit_step, readable
 from wholestep.runtime import differential
 from wholestep.runtime.arguments import refuse_tensor_keys
 from wholestep.runtime.data_parallel import DataParallel, Replicas
-from wholestep.runtime.dry_run import DryRun, ImaginedReplicas, uncompiled_regions
+from wholestep.runtime.dry_run import ImaginedReplicas, uncompiled_regions
+from wholestep.runtime.dynamic import choose_dynamic_leaves
 from wholestep.runtime.guards import Call
 from wholestep.runtime.heap import keep_freed_memory
 from wholestep.runtime.measured import Measured, run_measured
-from wholestep.runtime.owner_guards import tensor_type
+from wholestep.runtime.options import StepOptions
 from wholestep.runtime.pending import flush_all, flush_others
 from wholestep.runtime.rotation import IterationGraphs, Rotation
 from wholestep.runtime.specialization import Specialization
 
 logger = logging.getLogger(__name__)
 
-
-@dataclass(frozen=True)
-class StepOptions:
-    """Everything `wholestep.compile` was told; see there."""
-
-    dynamic_batch: bool | str = "auto"
-    memory_budget: StepBudget | None = None
-    chunk_loss: int | str | None = None
-    lower: str = "none"
-    cuda_graphs: bool = False
-    data_parallel: DataParallel | None = None
-    bucket_mb: float = 25.0
-    cross_iteration: str | tuple[str, ...] = "auto"
-    max_iters: int | None = None
-    verify: int = 0
-    pipeline: Pipeline = DEFAULT_PIPELINE
-    cache_size: int = 16
-    recompile_warning: int = 8
-    dump_dir: Path | None = None
-    agreement_timeout_s: float = 300.0
-    keep_heap: bool = True
-    dry_run: DryRun | None = None
+_MAX_OUTCOMES = 8
+"""So many graphs of one step may differ in nothing but the values that it looks at."""
 
 
 @contextlib.contextmanager
@@ -138,6 +118,11 @@ class StepRunner:
         self._is_lowered = False
         self._numbers: dict[tuple[Any, ...], None] = {}
         """Paths of Python numbers that have changed from one call to another, in the order in which they did."""
+        self._num_outcomes = 0
+        self._is_refused = False
+        """Whether it runs as it is from now on, but for calls that a graph is known of."""
+        self.num_eager_calls = 0
+        """How many calls have run in eager, as no graph was made for the way that they took."""
         self._takes_last = discover.has_argument(function, "last")
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -150,11 +135,17 @@ class StepRunner:
         switches = _waiting_torch.Switches()
         try:
             flush_others(None if self._current is None else self._current.rotation.pending)
-            chosen = self._choose(call)
+            chosen = self._choose_unless_refused(call)
+            if chosen is None:
+                self._num_calls += 1
+                return self._run_in_eager(call)
             if self._replicas is not None:
                 self._replicas.begin_call(chosen.part, chosen.capture, self._num_attempts, call.leaves)
             self._num_calls += 1
-            return self._run(chosen, call, is_last=is_last or self._is_max_iter)
+            try:
+                return self._run(chosen, call, is_last=is_last or self._is_max_iter)
+            except OtherOutcome:
+                return self._run_otherwise(chosen, call)
         finally:
             switches.put_back()
 
@@ -174,6 +165,64 @@ class StepRunner:
             if self._replicas is not None and is_ours:
                 self._replicas.note_unfinished(f"call {number} of {self._name}")
             raise
+
+    def _run_otherwise(self, left: Specialization, call: Call) -> Any:
+        """A call that has left a graph with nothing done: run another one that fits, or the step as it is.
+
+        What happens again gets a graph of its own: the second time, and only so many times, as there may be an error
+        to raise, or draws may lead to ever other courses.
+        """
+        left.num_left += 1
+        if left.num_runs == 0:
+            self._forget(left)
+        for known in [one for one in reversed(self._specializations) if one is not left and one.may_be_left]:
+            with contextlib.suppress(OtherOutcome):
+                if known.check(call) is None:
+                    self._current = known
+                    return self._run(known, call, is_last=False)
+        is_budgeted = self.options.memory_budget is not None
+        if is_budgeted or (left.num_left > 1 and self._num_outcomes < _MAX_OUTCOMES):
+            self._num_outcomes += 1
+            try:
+                fresh = self._compile(call, "a value that the step looks at leads elsewhere")
+            except CaptureError:
+                if is_budgeted:
+                    raise
+                self._num_outcomes = _MAX_OUTCOMES
+            else:
+                self._current = fresh
+                fresh.begin(call)
+                return self._run(fresh, call, is_last=False)
+        return self._run_in_eager(call)
+
+    def _choose_unless_refused(self, call: Call) -> Specialization | None:
+        """What runs the call; None if it is to run as it is: the step is refused, or eager is going to raise."""
+        if self.options.on_refusal == "raise":
+            try:
+                return self._choose(call)
+            except Raises:
+                if self.options.memory_budget is not None:
+                    raise
+                return None
+        if self._is_refused:
+            return next((one for one in self._specializations if one.check(call) is None), None)
+        try:
+            return self._choose(call)
+        except CaptureError as error:
+            self._is_refused = True
+            logger.warning("%s runs in eager from now on, as it cannot be captured: %s", self._name, error)
+            return None
+
+    def _run_in_eager(self, call: Call) -> Any:
+        """Run the step as it is."""
+        flush_all()
+        self.num_eager_calls += 1
+        return call.function(*call.args, **call.kwargs)
+
+    def _forget(self, left: Specialization) -> None:
+        self._specializations = [one for one in self._specializations if one is not left]
+        if self._current is left:
+            self._current = None
 
     def measure(self, *args: Any, **kwargs: Any) -> Any:
         """Run one step, like `step(...)`, and note what it takes; `measured`, `explain` and `report` tell.
@@ -368,7 +417,7 @@ class StepRunner:
             plan, part = None, None
             if self.options.data_parallel is None:
                 captured, graph = capture_step(frozenset())
-                passes = _local_moves(self.options.cross_iteration)
+                passes = self._moves(captured)
             else:
                 replicas = self._replicas_of(self.options.data_parallel)
                 prepared = replicas.prepare(capture_step, self._num_attempts)
@@ -394,6 +443,17 @@ class StepRunner:
         self._remember(fresh)
         self._log(fresh, reason, time.perf_counter() - started)
         return fresh
+
+    def _moves(self, captured: Capture) -> list[Pass]:
+        """Updates that move to the next call, on one rank; none in a step that looks at values it computes."""
+        passes = _local_moves(self.options.cross_iteration)
+        if passes and captured.recording.requirements:
+            logger.warning(
+                "cross_iteration=%r: no update of %s waits, as the step looks at values and may take another course",
+                *(self.options.cross_iteration, self._name),
+            )
+            return []
+        return passes
 
     def _lowers(self, graph: StepGraph) -> bool:
         """Whether a graph is lowered; with `"auto"` it is where there is a compiler for it."""
@@ -474,7 +534,8 @@ class StepRunner:
 
     def _capture(self, call: Call, zero_gradients: frozenset[str]) -> Capture:
         """Capture with a symbolic batch where that is wanted and possible, with the sizes as they are otherwise."""
-        dynamic_leaves = self._dynamic_leaves(call)
+        wanted = False if self._static_only else self.options.dynamic_batch
+        dynamic_leaves = choose_dynamic_leaves(wanted, call, self._specializations)
         # Ranks must run the same graph, so that none of them may look at its own batch.
         captured_with = functools.partial(
             capture,
@@ -496,32 +557,6 @@ class StepRunner:
         self._specializations.append(fresh)
         if len(self._specializations) > self.options.cache_size:
             del self._specializations[0]
-
-    def _dynamic_leaves(self, call: Call) -> frozenset[int]:
-        """Argument leaves whose dimension 0 becomes symbolic.
-
-        `True`: all that share the batch size. `"auto"`: none at first; once a call differs from a captured one only in
-        the batch size, those that changed.
-        """
-        batch = [index for index, leaf in enumerate(call.leaves) if isinstance(leaf, torch.Tensor) and leaf.dim() > 0]
-        sizes = {index: call.leaves[index].shape[0] for index in batch}
-        if not batch or sizes[batch[0]] < 2 or self.options.dynamic_batch is False or self._static_only:
-            return frozenset()
-        if self.options.dynamic_batch is True:
-            return frozenset(index for index in batch if sizes[index] == sizes[batch[0]])
-        changed = self._changed_batch_leaves(call, batch)
-        return changed if len({sizes[index] for index in changed}) == 1 else frozenset()
-
-    def _changed_batch_leaves(self, call: Call, batch: list[int]) -> frozenset[int]:
-        for known in reversed(self._specializations):
-            if known.capture.spec != call.spec or known.capture.dynamic_leaves:
-                continue
-            pairs = {index: (known.leaf_types[index], tensor_type(call.leaves[index])) for index in batch}
-            if all(old[0][1:] == new[0][1:] and old[1:] == new[1:] for old, new in pairs.values()):
-                changed = frozenset(index for index, (old, new) in pairs.items() if old != new)
-                if changed:
-                    return changed
-        return frozenset()
 
     def _log(self, fresh: Specialization, reason: str | None, seconds: float) -> None:
         graph, dynamic = fresh.graph, " with a dynamic batch" if fresh.capture.dynamic_leaves else ""

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
-from wholestep import _torch, _waiting_torch
+from wholestep import _recording_torch, _torch, _waiting_torch
 from wholestep.capture import Capture
-from wholestep.capture.record import Broken, Difference, Filling, ReadGuard, Watch
+from wholestep.capture.record import Broken, Difference, Filling, OtherOutcome, ReadGuard, Watch
 from wholestep.comm.plan import DataParallelPlan
 from wholestep.errors import CaptureError
 from wholestep.graph import StepGraph
@@ -47,6 +49,8 @@ class Specialization:
         self.part = part
         self.measured = Measured()
         self.num_runs = 0
+        self.num_left = 0
+        """How many calls have found that another graph is theirs."""
         self.leaf_types = {i: tensor_type(leaf) for i, leaf in enumerate(call.leaves) if isinstance(leaf, torch.Tensor)}
         self._install_initial_state()
         self._watch = Watch()
@@ -110,6 +114,8 @@ class Specialization:
     def run(self, call: Call, *, is_last: bool = False, number: int = 0, is_quiet: bool = False) -> Any:
         """Execute one step, the `number`th; raises `CaptureError` if there is nothing to run it on.
 
+        Raises `OtherOutcome`, with everything as before the call, if a value that the graph computes leads elsewhere.
+
         If it `is_quiet`, what the step prints and logs is left out.
         """
         if self.capture.is_blank:
@@ -117,16 +123,20 @@ class Specialization:
                 "the model, the optimizer or the batch was made inside no_weights(): such a step is for planning",
                 advice="Make them outside of it to run the step",
             )
-        with self.rotation.pending.turn:
-            with _waiting_torch.past_traps():
-                for parameter in self.capture.any_incoming_grad:
-                    parameter.grad = None
-            outputs = self.rotation.run(call.leaves, is_last=is_last, number=number)
+        put_back = self._kept() if self.may_be_left else []
+        try:
+            outputs = self._run_graph(call, is_last=is_last, number=number)
+        except OtherOutcome:
+            for put in put_back:
+                put()
+            self._leave()
+            raise
         for optimizer in self.capture.stepped:
             _torch.mark_stepped(optimizer)
         self.num_runs += 1
         recording = self.capture.recording
-        filling = Filling(_distinct(outputs), call.leaves, recording.numbers, call)
+        numbers = recording.late.run(outputs, recording.numbers)
+        filling = Filling(_distinct(outputs), call.leaves, numbers, call)
         result = self.capture.outputs.fill(filling)
         for optimizer, parameter in self.capture.empty_states:
             optimizer.state[parameter]  # a defaultdict: to ask is to make
@@ -136,6 +146,35 @@ class Specialization:
             recording.effects.perform(filling, is_quiet=is_quiet)
         recording.current.call = None
         return result
+
+    @property
+    def may_be_left(self) -> bool:
+        """Whether the graph looks at values which may turn out to be none of its own."""
+        return bool(self.capture.recording.requirements)
+
+    def _kept(self) -> list[Callable[[], Any]]:
+        """What puts back all that a graph changes before it looks at values: random numbers, gradients it clears."""
+        with _waiting_torch.past_traps():
+            gradients = [(parameter, parameter.grad) for parameter in self.capture.cleared_late]
+        return [
+            *[functools.partial(one.set_state, one.get_state()) for one in _recording_torch.generators()],
+            *[functools.partial(setattr, parameter, "grad", gradient) for parameter, gradient in gradients],
+        ]
+
+    def _leave(self) -> None:
+        """The graph is not that of this call: nothing has been written, and nothing is left drawn or prepared."""
+        recording = self.capture.recording
+        recording.program.undo_draws()
+        recording.current.call = None
+        if self.num_runs == 0:
+            self.remove_initial_state()
+
+    def _run_graph(self, call: Call, *, is_last: bool, number: int) -> tuple[Any, ...]:
+        with self.rotation.pending.turn:
+            with _waiting_torch.past_traps():
+                for parameter in self.capture.any_incoming_grad:
+                    parameter.grad = None
+            return self.rotation.run(call.leaves, is_last=is_last, number=number)
 
     def _install_initial_state(self) -> None:
         for optimizer, parameter, entries in self.capture.initial_state:

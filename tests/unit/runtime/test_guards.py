@@ -823,14 +823,14 @@ def test_a_failed_recompile_leaves_everything_and_the_old_capture_works() -> Non
     def step(model: nn.Module, optimizer: Optimizer, features: Tensor, targets: Tensor, strict: bool) -> Tensor:
         loss = mse_step(model, optimizer, features, targets)
         if strict and loss.item() > 0:
-            raise AssertionError("never reached while capturing")
+            loss = loss * 2
         return loss
 
     twins = Twins(small_world(), step)
     twins.step(X, Y, False)
     compiled_world = twins.worlds[1]
     before = observe(compiled_world)
-    with pytest.raises(ValueError, match=r"\.item\(\) needs a value"):
+    with pytest.raises(ValueError, match="a comparison needs a value"):
         twins.compiled(compiled_world.model, compiled_world.optimizer, X, Y, True)
     after = observe(compiled_world)
     assert before.keys() == after.keys()

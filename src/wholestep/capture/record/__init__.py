@@ -1,7 +1,8 @@
 """What Python a step reads, writes and draws while it is traced: guards for later calls, and effects to do again."""
 
-from wholestep.capture.record.again import AsksBefore, Missed, Unsymbolic
+from wholestep.capture.record.again import AsksBefore, Missed, Raises, Unsymbolic
 from wholestep.capture.record.guard import Difference, ReadGuard
+from wholestep.capture.record.late import OtherOutcome
 from wholestep.capture.record.listen import listening
 from wholestep.capture.record.net import Unseen
 from wholestep.capture.record.numbers import Number, is_number
@@ -20,7 +21,9 @@ __all__ = [
     "Filling",
     "Missed",
     "Number",
+    "OtherOutcome",
     "Program",
+    "Raises",
     "ReadGuard",
     "Recorder",
     "Recording",

@@ -6,6 +6,8 @@ from typing import Any
 
 from torch import nn
 
+from wholestep.errors import CaptureError
+
 
 class Unsymbolic(BaseException):
     """Torch needs the value of a number that was to stay symbolic: traced again with it as it is."""
@@ -13,6 +15,10 @@ class Unsymbolic(BaseException):
     def __init__(self, paths: frozenset[tuple[Any, ...]]) -> None:
         super().__init__(len(paths))
         self.paths = paths
+
+
+class Raises(CaptureError):
+    """The step raises in this very call, because of a value that it has looked at: there is nothing to capture."""
 
 
 class Missed(BaseException):

@@ -55,9 +55,9 @@ _HOLDING = frozenset(["builtins", "itertools", "functools", "_functools", "opera
     "weakref",
     "_weakref",
 }
-_ON_NUMBERS = frozenset(
-    [*(f for f in vars(math).values() if isinstance(f, types.BuiltinFunctionType)), abs, round, pow, float, int]
-)
+_OF_NUMBERS = frozenset([*(f for f in vars(math).values() if isinstance(f, types.BuiltinFunctionType)), float, int])
+"""What gives a number for a tensor as well: it asks for its value."""
+_ON_NUMBERS = _OF_NUMBERS | {abs, round, pow}
 
 
 def _is_hashable(function: Any) -> bool:
@@ -71,6 +71,8 @@ def _is_hashable(function: Any) -> bool:
 def choose(recorder: Recorder, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """What to call in place of `function` with these arguments."""
     kind = type(function)
+    if len(args) == 1 and _torch.is_traced(args[0]) and _is_hashable(function) and function in _OF_NUMBERS:
+        return functools.partial(_of_tensor, recorder, function)
     if any(_is_to_be_told(recorder, arg) for arg in (*args, *kwargs.values())) and not _keeps(function):
         return functools.partial(_call_telling, recorder, function)
     if recorder.drawn_arrays and any(id(arg) in recorder.drawn_arrays for arg in (*args, *kwargs.values())):
@@ -358,6 +360,12 @@ def _with_settled(function: Any, *args: Any, **kwargs: Any) -> Any:
     return function(*map(numbers.settled, args), **{key: numbers.settled(arg) for key, arg in kwargs.items()})
 
 
+def _of_tensor(recorder: Recorder, function: Any, tensor: torch.Tensor, **kwargs: Any) -> Any:
+    """`float(loss)`, `math.exp(loss)`."""
+    number = recorder.number_in(tensor)
+    return function(tensor, **kwargs) if number is None else numbers.called(function, (number,), kwargs)
+
+
 def _compute(function: Any, *args: Any, **kwargs: Any) -> Any:
     return numbers.called(function, args, kwargs)
 
@@ -436,6 +444,8 @@ def _pick(symbolic: Callable[[Any, Any], Any]) -> Handler:
     def handler(recorder: Recorder, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if len(args) == 2 and any(type(arg) is torch.SymFloat for arg in args) and standins.are_numbers(args):
             return functools.partial(_with_symbols, recorder, symbolic)
+        if len(args) > 1 and not kwargs and any(map(numbers.is_late, args)) and numbers.are_numbers(*args):
+            return functools.partial(_compute, function)
         _give(recorder, args, kwargs)
         return function
 

@@ -16,6 +16,9 @@ Nobody can take the value out unseen: a comparison, a use as an index, `float()`
 assumption, and a call that breaks one is captured again. So do an operation that raises, and one whose result may be
 of another type (`2**n` is a float for a negative `n`). A `Number` is not a float for C code, which would read it
 without asking, but `isinstance` says that it is one.
+
+What the graph itself computes may be a number too (`loss.item()`): it stands in a ledger of its own (`late`), whose
+lines run after the graph. Its value is found only if Python has to know it (`Later`).
 """
 
 from __future__ import annotations
@@ -29,7 +32,7 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from types import BuiltinFunctionType, FunctionType
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -72,6 +75,7 @@ class Ledger:
     """Name of each number that is read, not computed, and the path to where it is read."""
     symbol_of: Callable[[Number], Any] = lambda number: float(number)
     """The trace's own symbol for a number, for arithmetic with other symbols (learning rates, step counts)."""
+    is_late: ClassVar[bool] = False
     _taken: set[str] = field(default_factory=set[str])
 
     def leaf(self, value: int | float, path: tuple[Any, ...]) -> Number:
@@ -87,6 +91,13 @@ class Ledger:
         self.assume(f"type({name_of(number)}) is {self.constant(type(value))}")
         return number
 
+    def require_known(self, *_: Any) -> None:
+        """Python is about to take the values of some numbers, and to go on by what they are: here it may."""
+
+    def named(self, number: Number) -> str:
+        """How a line spells a number, which may stand in another ledger."""
+        return name_of(number)
+
     def constant(self, value: Any) -> str:
         """How a line spells a value: numbers as they are, other objects by a name."""
         assert type(value) is not Number, "a number that changes is no constant"
@@ -96,7 +107,7 @@ class Ledger:
         self.constants[name] = value
         return name
 
-    def computed(self, text: str, value: int | float, origins: frozenset[str] = frozenset()) -> Number:
+    def computed(self, text: str, value: int | float | Later, origins: frozenset[str] = frozenset()) -> Number:
         """The result of one operation on numbers that come from some leaves."""
         name = self._new_name(f"b_{hashlib.sha256(text.encode()).hexdigest()[:8]}")
         self.lines.append(f"{name} = {text}")
@@ -108,8 +119,8 @@ class Ledger:
         self.assume(f"type({name_of(number)}) is {self.constant(type(value))}")
         return number
 
-    def assume(self, text: str) -> None:
-        """The trace went on with one outcome of a question: a call that answers otherwise needs another trace."""
+    def assume(self, text: str, *_: Any, outcome: bool | None = None) -> None:
+        """The trace goes on with one outcome of a question: a call that answers otherwise needs another trace."""
         line = f"assume({text})"
         if line not in self.lines[-8:]:
             self.lines.append(line)
@@ -128,12 +139,20 @@ def _word(value: Any) -> str:
     return re.sub(r"\W+", "_", word, flags=re.ASCII)[:40]
 
 
+@dataclass(frozen=True)
+class Later:
+    """The value of a number that nobody has had to know so far: its type, and how to find it."""
+
+    kind: type
+    find: Callable[[], Any]
+
+
 class Number:
     """A number of this call that may be another one in the next; computes like an int or a float."""
 
     __slots__ = ("_ledger", "_name", "_origins", "_value")
 
-    def __init__(self, ledger: Ledger, name: str, value: int | float, origins: frozenset[str]) -> None:
+    def __init__(self, ledger: Ledger, name: str, value: int | float | Later, origins: frozenset[str]) -> None:
         self._ledger = ledger
         self._name = name
         self._value = value
@@ -142,7 +161,7 @@ class Number:
     @property
     def __class__(self) -> type:  # pyright: ignore[reportIncompatibleMethodOverride, reportIncompatibleVariableOverride]
         """What `isinstance` looks at besides the type."""
-        return type(self._value)
+        return kind_of(self)
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
@@ -257,6 +276,8 @@ class Table:
 
     def __getitem__(self, index: Number) -> Any:
         content = self._content
+        if is_late(index):
+            return content[settled(index)]
         value = value_of(_tried(lambda: content[value_of(index)], (index,)))
         is_mixed = not isinstance(content, np.ndarray) and any(type(item) is Number for item in content)
         if not is_real(value) or (is_mixed and not all(is_real(value_of(item)) for item in content)):
@@ -275,14 +296,33 @@ def is_number(value: object) -> bool:
 
 def is_real(value: object) -> bool:
     """Whether a value is a number that can be computed again: an int or float of Python or NumPy, but no bool."""
-    if type(value) in (int, float):
+    return _is_real_kind(type(value))
+
+
+def _is_real_kind(kind: type) -> bool:
+    if kind in (int, float):
         return True
-    return isinstance(value, (np.integer, np.floating)) and not isinstance(value, np.timedelta64)
+    return issubclass(kind, (np.integer, np.floating)) and not issubclass(kind, np.timedelta64)
 
 
 def value_of(value: Any) -> Any:
     """The value that a number has in this call, for looking only: what depends on it is not noted."""
-    return value._value if type(value) is Number else value  # pyright: ignore[reportPrivateUsage]
+    if type(value) is not Number:
+        return value
+    if type(value._value) is Later:  # pyright: ignore[reportPrivateUsage]
+        value._value = value._value.find()  # pyright: ignore[reportPrivateUsage]
+    return value._value  # pyright: ignore[reportPrivateUsage]
+
+
+def kind_of(value: Any) -> type:
+    """The type of a value, or of the one that a number has."""
+    inner = value._value if type(value) is Number else value  # pyright: ignore[reportPrivateUsage]
+    return inner.kind if type(inner) is Later else type(inner)
+
+
+def is_late(value: Any) -> bool:
+    """Whether a value is a number that only the graph computes."""
+    return type(value) is Number and ledger_of(value).is_late
 
 
 def name_of(number: Number) -> str:
@@ -304,8 +344,10 @@ def settled(value: Any) -> Any:
     """The plain number behind a `Number`, which is assumed to be the same at later calls; others as they are."""
     if type(value) is not Number:
         return value
+    ledger = ledger_of(value)
+    ledger.require_known(value)
     plain = value_of(value)
-    ledger_of(value).assume(f"same({name_of(value)}, {ledger_of(value).constant(plain)})")
+    ledger.assume(f"same({name_of(value)}, {ledger.constant(plain)})", value)
     return plain
 
 
@@ -323,16 +365,58 @@ def settled_key(key: Any) -> Any:
 def called(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """A call of a function of plain numbers (`math.cos`, `round`, `float`) with some `Number` among its arguments."""
     given = (*args, *kwargs.values())
-    ledger = next(ledger_of(arg) for arg in given if type(arg) is Number)
+    ledger = _common_ledger(*given)
+    if ledger.is_late:
+        return _called_late(ledger, function, args, kwargs)
     named = {key: value_of(value) for key, value in kwargs.items()}
     result = _tried(lambda: function(*map(value_of, args), **named), given)
-    texts = [_text(ledger, arg) for arg in args]
-    texts += [f"{key}={_text(ledger, value)}" for key, value in kwargs.items()]
-    text = f"{ledger.constant(function)}({', '.join(texts)})"
+    text = _call_text(ledger, function, args, kwargs)
     if is_real(result):
         return ledger.computed_alike(text, result, origins_of(*given))
     ledger.assume(f"same({text}, {ledger.constant(result)})")
     return result
+
+
+def _call_text(ledger: Ledger, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
+    texts = [_text(ledger, arg) for arg in args]
+    texts += [f"{key}={_text(ledger, value)}" for key, value in kwargs.items()]
+    return f"{ledger.constant(function)}({', '.join(texts)})"
+
+
+def _called_late(ledger: Ledger, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """A call that is made after the graph has run, and now only for the type of its result."""
+    given = (*args, *kwargs.values())
+
+    def call(of: Callable[[Any], Any]) -> Any:
+        return function(*map(of, args), **{key: of(value) for key, value in kwargs.items()})
+
+    kind = _kind_of_result(call, given)
+    if kind not in _PLAIN_NUMBERS:  # several numbers
+        return call(settled)
+    result = Later(kind, lambda: call(value_of))
+    return ledger.computed(_call_text(ledger, function, args, kwargs), result, origins_of(*given))
+
+
+def _kind_of_result(operation: Callable[[Callable[[Any], Any]], Any], operands: tuple[Any, ...]) -> type:
+    """The type of what an operation gives, tried out with made-up numbers; with the real ones where it takes others."""
+    try:
+        return type(operation(_sample))
+    except Exception:
+        for operand in operands:
+            if is_late(operand):
+                ledger_of(operand).require_known(operand)
+        return type(operation(value_of))
+
+
+def _sample(value: Any) -> Any:
+    """A number of the same type that has nothing special."""
+    return kind_of(value)(1) if is_late(value) else value_of(value)
+
+
+def _common_ledger(*values: Any) -> Ledger:
+    """Where what is computed of some numbers is written down: after the graph, if one of them is known only then."""
+    ledgers = [ledger_of(value) for value in values if type(value) is Number]
+    return next((ledger for ledger in ledgers if ledger.is_late), ledgers[0])
 
 
 def _tried(operation: Callable[[], Any], operands: tuple[Any, ...]) -> Any:
@@ -346,17 +430,19 @@ def _tried(operation: Callable[[], Any], operands: tuple[Any, ...]) -> Any:
 
 
 def _text(ledger: Ledger, value: Any) -> str:
-    return name_of(value) if type(value) is Number else ledger.constant(value)
+    return ledger.named(value) if type(value) is Number else ledger.constant(value)
 
 
 def _binary(left: Any, symbol: str, right: Any) -> Any:
-    ledger = ledger_of(left if type(left) is Number else right)
+    ledger = _common_ledger(left, right)
     if not are_numbers(left, right):
         if isinstance(left, torch.Tensor) or isinstance(right, torch.Tensor):
             return NotImplemented  # the tensor's own operator takes it as an input of the graph
         if isinstance(left, _SYMBOLS) or isinstance(right, _SYMBOLS):
             return _OPERATORS[symbol](_as_symbol(ledger, left), _as_symbol(ledger, right))
         return _OPERATORS[symbol](settled(left), settled(right))
+    if ledger.is_late:
+        return called(_OPERATORS[symbol], (left, right), {})
     result = _tried(lambda: _OPERATORS[symbol](value_of(left), value_of(right)), (left, right))
     text = f"{_text(ledger, left)} {symbol} {_text(ledger, right)}"
     if not is_real(result):
@@ -370,7 +456,7 @@ def _binary(left: Any, symbol: str, right: Any) -> Any:
 
 def are_numbers(*values: Any) -> bool:
     """Whether values are numbers of Python or NumPy, changing or not."""
-    return all(type(plain := value_of(value)) in _PLAIN_NUMBERS or is_real(plain) for value in values)
+    return all(kind in _PLAIN_NUMBERS or _is_real_kind(kind) for kind in map(kind_of, values))
 
 
 def _as_symbol(ledger: Ledger, value: Any) -> Any:
@@ -378,12 +464,13 @@ def _as_symbol(ledger: Ledger, value: Any) -> Any:
 
 
 def _compared(left: Any, symbol: str, right: Any) -> Any:
-    ledger = ledger_of(left if type(left) is Number else right)
+    ledger = _common_ledger(left, right)
     if isinstance(left, torch.Tensor) or isinstance(right, torch.Tensor):
         return NotImplemented
     if not are_numbers(left, right):
         return _OPERATORS[symbol](settled(left), settled(right))
+    ledger.require_known(left, right)
     outcome = _OPERATORS[symbol](value_of(left), value_of(right))
     text = f"{_text(ledger, left)} {symbol} {_text(ledger, right)}"
-    ledger.assume(text if outcome else f"not {text}")
+    ledger.assume(text if outcome else f"not {text}", left, right, outcome=bool(outcome))
     return outcome

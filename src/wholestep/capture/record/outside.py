@@ -162,7 +162,7 @@ _GLOBAL_GENERATORS: tuple[Any, ...] = tuple(draw.__self__ for draw in (random.ra
 def _is_repeatable(value: Any) -> bool:
     if isinstance(value, (list, tuple)):
         return all(is_plain(item) for item in value)
-    return is_plain(value) or numbers.is_number(value)
+    return is_plain(value) or (numbers.is_number(value) and not numbers.is_late(value))
 
 
 def _drawn(recorder: Recorder, function: Any, *args: Any, **kwargs: Any) -> Any:

@@ -35,7 +35,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from wholestep.capture.record.numbers import is_number, value_of
+from wholestep.capture.record.numbers import is_number, kind_of
 
 
 class Step(enum.Enum):
@@ -141,7 +141,7 @@ class Place:
     """How long it may become, if it is a deque."""
 
     def __post_init__(self) -> None:
-        self.kind = type(value_of(self.value))
+        self.kind = kind_of(self.value)
         self.maxlen = self.value.maxlen if isinstance(self.value, collections.deque) else None
 
     def look_again(self) -> None:

@@ -31,7 +31,8 @@ from wholestep.capture.record.again import Missed, Unsymbolic
 from wholestep.capture.record.calls import BUILTINS, choose, told
 from wholestep.capture.record.caught import Caught
 from wholestep.capture.record.follow import Followers, functions_in, is_of_torch
-from wholestep.capture.record.numbers import Ledger, Number, origins_of, settled
+from wholestep.capture.record.late import LateLedger
+from wholestep.capture.record.numbers import Ledger, Number, is_late, origins_of, settled
 from wholestep.capture.record.placed import PlacedNumbers
 from wholestep.capture.record.places import (
     ABSENT,
@@ -59,6 +60,9 @@ class Recorder:
     def __init__(self, numbers: Iterable[tuple[Any, ...]] = ()) -> None:
         self.thread = threading.get_ident()
         self.ledger = Ledger()
+        self.late = LateLedger(_taken=self.ledger._taken)  # pyright: ignore[reportPrivateUsage]
+        self.number_in: Callable[[torch.Tensor], Number | None] = lambda tensor: None
+        """The number that a traced tensor holds, for Python to compute with."""
         self.roots: list[Place] = []
         self.followers = Followers()
         self.kept: dict[int, Kept] = {}
@@ -177,7 +181,7 @@ class Recorder:
     def note(self, owner: Any, step: Step, key: Any, value: Any, *, only_presence: bool = False) -> Place | None:
         """Something was read from an owner; returns its place, None if the owner is the step's own."""
         above = self._places.get(id(owner))
-        if above is None or _torch.is_traced(value) or self._is_managed(owner, step, key, value):
+        if above is None or _torch.is_traced(value) or is_late(value) or self._is_managed(owner, step, key, value):
             return None
         key = self.twins.plain_key(key)
         known = above.children.get((step, _hashable(key)))
@@ -416,7 +420,7 @@ class Recorder:
         except CaptureError:
             raise
         except Exception as error:
-            origins = origins_of(*numbers)
+            origins = origins_of(*numbers) & self.ledger.leaves.keys()
             if not origins:
                 raise CaptureError(
                     f"the step uses a draw where torch needs a fixed number ({type(error).__name__})",

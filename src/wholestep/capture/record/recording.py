@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from wholestep.capture.record.effects import Effects
+from wholestep.capture.record.late import Late, Requirement
 from wholestep.capture.record.places import Place
 from wholestep.capture.record.program import Program
 
@@ -22,7 +23,8 @@ class Recording:
     """The Python around a captured graph.
 
     `roots` are the places it has read from; `program` computes the numbers that change, `effects` are done behind the
-    graph. `symbolic` are the paths of numbers that may change; `numbers` holds those of the `current` call.
+    graph, `late` are the numbers that the graph computes, `requirements` what it looks at itself. `symbolic` are the
+    paths of numbers that may change; `numbers` holds those of the `current` call.
     """
 
     roots: tuple[Place, ...]
@@ -31,3 +33,5 @@ class Recording:
     symbolic: frozenset[tuple[Any, ...]]
     numbers: dict[str, Any]
     current: Current
+    late: Late
+    requirements: tuple[Requirement, ...]

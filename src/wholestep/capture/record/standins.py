@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from wholestep import _torch
-from wholestep.capture.record.numbers import Number, value_of
+from wholestep.capture.record.numbers import Number, kind_of
 
 if TYPE_CHECKING:
     from wholestep.capture.record.recorder import Recorder
@@ -36,7 +36,7 @@ def is_stand_in(value: Any) -> bool:
 def type_of(recorder: Recorder, value: Any) -> type:
     """`type(value)` as it would be in eager."""
     if type(value) is Number:
-        return type(value_of(value))
+        return kind_of(value)
     if _torch.is_traced(value):
         return nn.Parameter if isinstance(value, nn.Parameter) else torch.Tensor
     return recorder.type_of_rate(value) or _KINDS.get(type(value), type(value))
@@ -44,4 +44,4 @@ def type_of(recorder: Recorder, value: Any) -> type:
 
 def is_instance(recorder: Recorder, value: Any, kinds: Any) -> bool:
     """`isinstance(value, kinds)` for a number as it would be in eager."""
-    return isinstance(value_of(value) if type(value) is Number else type_of(recorder, value)(), kinds)
+    return isinstance(type_of(recorder, value)(), kinds)

@@ -8,6 +8,7 @@ leaves a dict of a computed tensor and a number. Its template is a dict of `Comp
 from __future__ import annotations
 
 import collections
+import enum
 import functools
 import types
 import weakref
@@ -20,7 +21,7 @@ import torch
 
 from wholestep import _torch
 from wholestep.capture.record.again import AsksBefore
-from wholestep.capture.record.numbers import Number, name_of
+from wholestep.capture.record.numbers import Number, is_late, name_of
 from wholestep.capture.record.places import ABSENT, Expectation, Place, Step, find, is_open, is_plain, slot_names, take
 from wholestep.capture.record.standins import is_stand_in
 from wholestep.capture.record.state import dict_kind
@@ -200,7 +201,9 @@ class Templates:
         self._known: dict[int, Template | None] = {}
         self._alive: list[Any] = []
         self.numbers: set[str] = set()
-        """Names of all changing numbers in templates."""
+        """Names of the changing numbers in templates that are known before the graph runs."""
+        self.late_numbers: set[str] = set()
+        """Names of those that it computes."""
 
     def of(self, value: Any, what: str) -> Template:
         """The template of a value; raises `CaptureError` if it cannot be made again. `what` says whose it is."""
@@ -214,7 +217,7 @@ class Templates:
 
     def _of(self, value: Any, what: str) -> Template:
         if type(value) is Number:
-            self.numbers.add(name_of(value))
+            (self.late_numbers if is_late(value) else self.numbers).add(name_of(value))
             return Numeric(name_of(value))
         if isinstance(value, torch.SymBool):
             raise AsksBefore
@@ -285,7 +288,7 @@ class Templates:
         )
 
     def _opaque(self, number: int, value: Any, what: str) -> Template:
-        if isinstance(value, (types.BuiltinFunctionType, types.ModuleType, type)):
+        if isinstance(value, (types.BuiltinFunctionType, types.ModuleType, type, enum.Enum)):
             return Constant(value)
         if isinstance(value, np.ndarray) and value.dtype != object:
             return Converted(number, functools.partial(np.array, value.copy()), ())

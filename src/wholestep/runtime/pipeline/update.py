@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from wholestep.runtime.runner import StepOptions, StepRunner
+from wholestep.runtime.options import StepOptions, StepRunner
 
 
 def update(model: nn.Module, optimizer: Optimizer) -> None:

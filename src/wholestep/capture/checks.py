@@ -1,0 +1,158 @@
+"""Which looks at values are checks: the step goes on as ever, unless something is wrong, or a draw says otherwise.
+
+A step must not depend on values that it computes, as a graph has one course. But torch itself looks at values to check
+them (`validate_args`, `error_if_nonfinite`, a gradient scaler), and so do users. Four kinds of looks are let pass:
+
+    asked in code of torch
+    about finiteness               `isfinite(loss)`, `math.isnan(loss.item())`
+    with nothing but an error      `if loss > 1e4: raise ...`, `assert loss < 1e4`: read off the bytecode
+    at what is drawn alone         `torch.rand([]) < 0.1` (LayerDrop)
+"""
+
+from __future__ import annotations
+
+import dis
+import math
+import os
+from collections.abc import Collection, Iterable
+from types import FrameType
+from typing import Any
+
+import torch
+from torch import fx
+
+from wholestep.capture import source
+from wholestep.capture.questions import ancestors
+from wholestep.capture.record.numbers import Number, ledger_of, name_of
+from wholestep.graph import ops
+
+aten = torch.ops.aten
+
+_PLUMBING = tuple(
+    os.path.join(source.TORCH_ROOT, *path)
+    for path in (["_subclasses"], ["_tensor.py"], ["overrides.py"], ["_ops.py"], ["fx"], ["utils", "_stats.py"])
+)
+"""Code of torch that is between somebody who asks and the answer."""
+_OF_FINITENESS = (math.isfinite, math.isnan, math.isinf)
+_ENDS = frozenset(["RETURN_VALUE", "RETURN_CONST", "RETURN_GENERATOR", "YIELD_VALUE", "SEND"])
+_RAISES = frozenset(["RAISE_VARARGS", "RERAISE"])
+
+
+def is_check(numbers: Collection[Number], nodes: Iterable[fx.Node]) -> bool:
+    """Whether the step may look at some numbers now, which the graph computes at some nodes."""
+    nodes = [*nodes]
+    frame = _asking_frame()
+    return (
+        (frame is not None and _is_torchs(frame.f_code.co_filename))
+        or all(map(_is_of_finiteness, numbers))
+        or all(map(_tells_finiteness, nodes))
+        or all(map(_is_drawn, nodes))
+        or (frame is not None and _raises_otherwise(frame))
+    )
+
+
+def _asking_frame() -> FrameType | None:
+    """Where Python looks: in code of the user's or of torch's, but for what passes on the answer."""
+    return source.innermost_frame(lambda name: source.is_user_file(name) or _is_torchs(name))
+
+
+def _is_torchs(filename: str) -> bool:
+    path = source.path_of(filename)
+    return path.startswith(source.TORCH_ROOT + os.sep) and not path.startswith(_PLUMBING)
+
+
+def _is_of_finiteness(number: Number) -> bool:
+    """`math.isfinite(loss.item())`."""
+    line = next((line for line in ledger_of(number).lines if line.startswith(f"{name_of(number)} = ")), "")
+    function = line.partition(" = ")[2].partition("(")[0]
+    return any(ledger_of(number).constants.get(function) is known for known in _OF_FINITENESS)
+
+
+def _tells_finiteness(node: fx.Node) -> bool:
+    """Whether a truth value says of some tensors whether they are finite, and nothing else about them."""
+    pending, seen = [node], set[fx.Node]()
+    while pending:
+        current = pending.pop()
+        if current in seen:
+            continue
+        seen.add(current)
+        if _asks_finiteness(current):
+            continue
+        value = current.meta.get("val")
+        is_truth = isinstance(value, torch.Tensor) and value.dtype is torch.bool
+        if current.op != "call_function" or not is_truth or not current.all_input_nodes:
+            return False
+        pending += current.all_input_nodes
+    return True
+
+
+def _asks_finiteness(node: fx.Node) -> bool:
+    """`isnan(x)`, `isinf(x)`, `x == x`, `abs(x) != inf`: what `isfinite` is made of."""
+    if node.target in (aten.isnan.default, aten.isinf.default, aten.isfinite.default):
+        return True
+    if node.target in (aten.eq.Tensor, aten.ne.Tensor):
+        return node.args[0] is node.args[1]
+    return node.target in (aten.eq.Scalar, aten.ne.Scalar) and node.args[1] in (math.inf, -math.inf)
+
+
+def _is_drawn(node: fx.Node) -> bool:
+    """Whether a value depends on random numbers alone."""
+    needed = ancestors(node)
+    return any(map(ops.draws, needed)) and all(other.op == "call_function" for other in needed)
+
+
+def leads_to_an_error(outcome: bool) -> bool:
+    """Whether Python, which looks at a truth value now, branches on it to where it can only raise."""
+    frame = _asking_frame()
+    sides = {} if frame is None else _error_sides(frame)
+    return sides.get(outcome, False)
+
+
+def _raises_otherwise(frame: FrameType) -> bool:
+    """Whether the branch that a frame is about to take has a side that can only end with an error."""
+    return any(_error_sides(frame).values())
+
+
+def _error_sides(frame: FrameType) -> dict[bool, bool]:
+    """For both truth values that a frame may find now: whether the branch on it can only end with an error."""
+    instructions = {one.offset: one for one in dis.get_instructions(frame.f_code)}
+    offsets = [*instructions]
+    is_negated = False
+    for offset in offsets[offsets.index(frame.f_lasti) :]:
+        instruction = instructions[offset]
+        name = instruction.opname
+        if "JUMP" in name and ("IF_TRUE" in name or "IF_FALSE" in name):
+            following = offsets[offsets.index(offset) + 1]
+            jumps = ("IF_TRUE" in name) is not is_negated
+            return {
+                jumps: _only_raises(instructions, offsets, instruction.argval),
+                not jumps: _only_raises(instructions, offsets, following),
+            }
+        if "JUMP" in name or name in _ENDS or name in _RAISES or name.startswith("STORE"):
+            break
+        is_negated ^= name == "UNARY_NOT"
+    return {}
+
+
+def _only_raises(instructions: dict[int, Any], offsets: list[int], start: int) -> bool:
+    position = {offset: index for index, offset in enumerate(offsets)}
+    pending, seen, does_raise = [start], set[int](), False
+    while pending:
+        offset = pending.pop()
+        if offset in seen:
+            continue
+        seen.add(offset)
+        instruction = instructions[offset]
+        name = instruction.opname
+        if name in _ENDS:
+            return False
+        if name in _RAISES:
+            does_raise = True
+            continue
+        is_jump = isinstance(instruction.argval, int) and ("JUMP" in name or name == "FOR_ITER")
+        if is_jump:
+            pending.append(instruction.argval)
+        is_open = not is_jump or "IF" in name or name == "FOR_ITER"
+        if is_open and position[offset] + 1 < len(offsets):
+            pending.append(offsets[position[offset] + 1])
+    return does_raise

@@ -1,0 +1,206 @@
+"""Looks that the step takes at values it computes: which of them it may take, and what there is to see.
+
+    loss.item()                     a number that Python has after the graph has run (`record.late`)
+    if loss.item() > 3: ...         refused, with its line: what the step does must not depend on it
+    if not isfinite(loss): ...      a check: nothing is expected to be wrong, and the graph looks at each call
+    if mask.any(): ...              of the batch alone: known before the graph runs (`questions`)
+
+What counts as a check is told in `checks`. To know which way this very call goes, the nodes that a value depends on are
+run on the real tensors, from the state that the random number generators have before the step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import fx
+
+from wholestep import _recording_torch, _torch
+from wholestep.capture import blank, checks, source
+from wholestep.capture.build import target_of
+from wholestep.capture.questions import ancestors
+from wholestep.capture.record.again import Raises
+from wholestep.capture.record.late import Check, Leaf, OtherOutcome, Requirement
+from wholestep.capture.record.numbers import Number, origins_of
+from wholestep.errors import CaptureError
+from wholestep.graph import map_nodes, ops
+
+if TYPE_CHECKING:
+    from wholestep.capture.session import Session
+
+_NOTHING = torch.empty(0)
+_ITEM = torch.ops.aten._local_scalar_dense.default
+
+
+class Looks:
+    """The looks of one trace; those that are more than a number for later need `may_leave`."""
+
+    def __init__(self, session: Session, *, may_leave: bool) -> None:
+        self._session = session
+        self._may_leave = may_leave
+        self._numbers: dict[fx.Node, Number] = {}
+        self._nodes: dict[str, fx.Node] = {}
+        """The node behind each leaf of the late ledger."""
+        self._certain: set[str] = set()
+        """Leaves whose values guards make certain."""
+        self._values: dict[fx.Node, Any] = {}
+        self.requirements: list[Requirement] = []
+        self.gradients_before: dict[int, torch.Tensor] = {}
+        """By id: parameters whose gradient from before the call was still there at the first look."""
+        self._states: list[torch.Tensor] = []
+        """Of all generators: where they are after the draws that have been looked at."""
+        self._nothing = _torch.fake_like(session.fake_mode, _NOTHING, "nothing")
+        late = session.recorder.late
+        late.judge, late.require, late.numbers = self._judge, self._require, session.numbers
+        session.recorder.number_in = self.number
+
+    def number(self, tensor: Any) -> Number | None:
+        """The number in a tensor of one element, for later; None if there is none, or if it is known now."""
+        if not self._is_open(tensor) or tensor.numel() != 1:
+            return None
+        node = self._session.node_of(tensor)
+        if node not in self._numbers:
+            made = self._session.recorder.late.number(*self._leaf(tensor, node, lambda value: value.item()))
+            self._name(made, node)
+            self._numbers[node] = made
+        return self._numbers[node]
+
+    def list_of(self, tensor: Any) -> Any:
+        """`tensor.tolist()` for later; None if that cannot be told now."""
+        is_open = self._is_open(tensor) and not self._session.can_answer(tensor)
+        if not is_open or not all(type(size) is int for size in tensor.shape) or tensor.dim() == 0:
+            return None
+        node = self._session.node_of(tensor)
+        leaf, kind, find = self._leaf(tensor, node, lambda value: value.tolist(), is_list=True)
+        late = self._session.recorder.late
+        known = {*late.found}
+        made = late.items(leaf, [int(size) for size in tensor.shape], kind, find)
+        self._nodes |= dict.fromkeys(late.found.keys() - known, node)
+        return made
+
+    def _is_open(self, tensor: Any) -> bool:
+        if not isinstance(tensor, _torch.FunctionalTensor) or tensor.dtype.is_complex:
+            return False
+        return not _torch.is_constant(tensor) and self._session.has_node(tensor)
+
+    def _leaf(
+        self, tensor: torch.Tensor, node: fx.Node, read: Callable[[torch.Tensor], Any], *, is_list: bool = False
+    ) -> tuple[Leaf, type, Callable[[], Any]]:
+        kind = bool if tensor.dtype is torch.bool else float if tensor.dtype.is_floating_point else int
+        return Leaf(_torch.from_functional(tensor), is_list), kind, lambda: self._real(node, read)
+
+    def _name(self, number: Number, node: fx.Node) -> None:
+        [name] = origins_of(number)
+        self._nodes[name] = node
+
+    # Whether Python may go on by a value
+
+    def _judge(self, numbers: tuple[Number, ...]) -> bool:
+        """Whether guards make some numbers certain; raises if they do not, and the step must not go on by them."""
+        session = self._session
+        names = [name for name in self._nodes if name in origins_of(*numbers)]
+        nodes = {name: self._nodes[name] for name in names}
+        if all(session.is_answerable(node) for node in nodes.values()):
+            for name in [name for name in names if name not in self._certain]:
+                self._certain.add(name)
+                with _recording_torch.untraced():
+                    session.questions.answer(session.tracer, _ITEM, (nodes[name],), session.reals())
+            return True
+        if not self._may_leave:
+            raise _refused(", also to check it: on several ranks all run one graph")
+        if not checks.is_check(numbers, nodes.values()):
+            raise _refused()
+        if any(map(blank.is_blank, session.reals().values())):
+            raise _refused(", and a model without memory has none")
+        return False
+
+    def check(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """An operator that does nothing but raise for some values: where it does, the step is run as it is."""
+        places = [index for index, value in enumerate(args) if isinstance(value, torch.Tensor)]
+        if not self._may_leave:
+            raise CaptureError(
+                f"{_torch.packet_name(func)} looks at values while the step runs",
+                location=source.current_location(),
+                advice="Check after the call; in torch.linalg, use inv_ex, solve_ex, cholesky_ex or lu_factor_ex",
+            )
+        given = [None if isinstance(value, torch.Tensor) else value for value in args]
+
+        def check(tensors: Sequence[torch.Tensor]) -> None:
+            for place, tensor in zip(places, tensors, strict=True):
+                given[place] = tensor
+            try:
+                func(*given, **kwargs)
+            except Exception as error:
+                raise OtherOutcome from error
+            finally:
+                for place in places:
+                    given[place] = None
+
+        self._add(check, [self._session.node_of(args[place]) for place in places])
+
+    def _require(self, check: Check, leaves: Sequence[str], outcome: bool | None) -> None:
+        self._add(check, [self._nodes[name] for name in leaves])
+        if outcome is not None and checks.leads_to_an_error(outcome):
+            raise Raises(
+                "the step raises an error, because of a value that it has computed", location=source.current_location()
+            )
+
+    def _add(self, check: Check, nodes: list[fx.Node]) -> None:
+        """Let the graph look again, here: all that it looks at has been computed."""
+        session, requirement = self._session, Requirement(check)
+        if not self.requirements:
+            entries = [entry for entry in session.parameters if id(entry.twin) not in session.cleared_first]
+            self.gradients_before = {id(entry.real): entry.real for entry in entries}
+        self.requirements.append(requirement)
+        node = session.tracer.graph.call_function(_recording_torch.REQUIRE, (nodes, requirement.key))
+        # In no checkpoint region: what is looked at is not looked at again in the backward.
+        node.meta |= {"val": self._nothing, "source": source.current_line()}
+        node.meta["phase"] = session.phase_now()
+
+    # What it is in this call
+
+    def _real(self, node: fx.Node, read: Callable[[torch.Tensor], Any]) -> Any:
+        """What can be read from what a node computes in this very call."""
+        session = self._session
+        order = [*session.tracer.graph.nodes]
+        wanted = {*ancestors(node)}
+        last = max(index for index, other in enumerate(order) if other in wanted)
+        draws = [other for other in order[:last] if ops.has_effect(other)]
+        wanted |= {needed for other in draws for needed in ancestors(other)}
+        reals, generators = session.reals(), _recording_torch.generators()
+        before = [generator.get_state() for generator in generators]
+        try:
+            with _recording_torch.untraced(), _torch.real_kernels():
+                _put(generators, self._states)
+                for other in order[: last + 1]:
+                    if other in wanted and other not in self._values:
+                        self._values[other] = self._run(other, reals)
+                self._states = [generator.get_state() for generator in generators]
+                return read(self._values[node])
+        finally:
+            _put(generators, before)
+
+    def _run(self, node: fx.Node, reals: dict[str, Any]) -> Any:
+        if node.op == "placeholder":
+            return reals[node.name]
+        if node.op == "get_attr":
+            return getattr(self._session.tracer.root, str(node.target))
+        if node.target is _recording_torch.REQUIRE:
+            return _NOTHING
+        args, kwargs = map_nodes((node.args, node.kwargs), self._values.__getitem__)
+        return target_of(node)(*args, **kwargs)
+
+
+def _put(generators: list[torch.Generator], states: list[torch.Tensor]) -> None:
+    for generator, state in zip(generators, states):
+        generator.set_state(state)
+
+
+def _refused(where: str = "") -> CaptureError:
+    return CaptureError(
+        f"{source.what_reads()} needs a value that is only known when the step runs{where}",
+        location=source.current_location(),
+        advice=source.VALUE_ADVICE,
+    )

@@ -1,0 +1,209 @@
+"""Numbers that the graph computes: Python has them after it has run, to return, to keep, to print.
+
+    total.update(loss.item(), n)        late_item = <the graph's loss>;  b_1 = c_mul(late_item, a_n);  b_2 = ...
+    return {"loss": loss.item()}        the tensor is an output of the graph, the number is made of it afterwards
+
+What the step does must not depend on one: at the time when it is traced nobody knows it. Torch itself looks at values
+all the same, to check them, and so do users: if they are finite, if there is something to raise. There the trace takes
+the side that this very call takes, the graph gets a node that looks again at each call (`Requirement`), before anything
+is written, and a call that is to take the other side leaves the graph there (`OtherOutcome`).
+"""
+
+from __future__ import annotations
+
+import itertools
+import re
+import weakref
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+import torch
+
+from wholestep import _recording_torch
+from wholestep.capture.record.numbers import Later, Ledger, Number, ledger_of, name_of
+from wholestep.capture.record.places import same
+
+
+class OtherOutcome(Exception):
+    """A value that the step looks at leads another way than at capture; nothing has been written."""
+
+
+Check = Callable[[Sequence[torch.Tensor]], Any]
+"""Looks at tensors, and raises `OtherOutcome`."""
+
+
+@dataclass(frozen=True)
+class Leaf:
+    """A traced value that numbers are made of: one number, or with `is_list` all that `tolist()` gives."""
+
+    value: Any
+    is_list: bool = False
+
+
+@dataclass
+class LateLedger(Ledger):
+    """The arithmetic that Python does with what the graph computes.
+
+    `judge` is asked before Python takes a value: it raises if the step must not go on by it, and returns whether a
+    guard has made it certain. `require` lets the graph check what it computes at some leaves.
+    """
+
+    is_late: ClassVar[bool] = True
+    judge: Callable[[tuple[Number, ...]], bool] = lambda numbers: False
+    require: Callable[[Check, Sequence[str], bool | None], None] = lambda check, leaves, outcome: None
+    numbers: dict[str, Any] = field(default_factory=dict[str, Any])
+    """The numbers of the running call that are known before the graph runs."""
+    imported: set[str] = field(default_factory=set[str])
+    """Names of those that lines here name."""
+    found: dict[str, Leaf] = field(default_factory=dict[str, Leaf])
+
+    def end(self) -> None:
+        """The trace is over: numbers that somebody keeps must not keep it."""
+        self.judge, self.require = _is_over, _is_over
+        self.found.clear()
+
+    def number(self, leaf: Leaf, kind: type, find: Callable[[], Any]) -> Number:
+        """The number that the graph computes at a leaf."""
+        name = self._new_name("late_item")
+        self.found[name] = leaf
+        return Number(self, name, Later(kind, find), frozenset([name]))
+
+    def items(self, leaf: Leaf, shape: Sequence[int], kind: type, find: Callable[[], Any]) -> Any:
+        """What `tolist()` gives, of numbers."""
+        root = self._new_name("late_list")
+        self.found[root] = leaf
+
+        def part(text: str, rest: Sequence[int], get: Callable[[], Any]) -> Any:
+            if not rest:
+                return self.computed(text, Later(kind, get), frozenset([root]))
+            size, *inner = rest
+            return [part(f"{text}[{index}]", inner, lambda i=index: get()[i]) for index in range(size)]
+
+        return part(root, shape, find)
+
+    def named(self, number: Number) -> str:
+        if not ledger_of(number).is_late:
+            self.imported.add(name_of(number))
+        return name_of(number)
+
+    def require_known(self, *values: Any) -> None:
+        self.judge(tuple(value for value in values if type(value) is Number and ledger_of(value).is_late))
+
+    def assume(self, text: str, *values: Any, outcome: bool | None = None) -> None:
+        """The trace goes on by an outcome: the graph is to look whether it is the same, as early as it can."""
+        late = tuple(value for value in values if type(value) is Number and ledger_of(value).is_late)
+        if self.judge(late):
+            return
+        super().assume(text)
+        code, numbers = self.slice_of([], [self.lines[-1]]), self.numbers
+        self.require(lambda tensors: code.run(tensors, numbers), code.leaves, outcome)
+
+    def slice_of(self, wanted: Iterable[str], assumptions: Iterable[str] = ()) -> Code:
+        """The lines that some names and assumptions need."""
+        wanted, lines = tuple(wanted), list[str]()
+        needed = {*wanted, *itertools.chain(*map(_words, assumptions))}
+        for line in reversed([line for line in self.lines if not line.startswith("assume(")]):
+            name, _, text = line.partition(" = ")
+            if name in needed:
+                needed |= _words(text)
+                lines.append(line)
+        leaves = tuple(name for name in self.found if name in needed)
+        lists = frozenset(name for name in leaves if self.found[name].is_list)
+        early = tuple(sorted(self.imported & needed))
+        return Code((*reversed(lines), *assumptions), leaves, lists, early, dict(self.constants), wanted)
+
+
+def _is_over(*_: Any) -> Any:
+    raise AssertionError("the trace is over")
+
+
+def _words(text: str) -> set[str]:
+    return {*re.findall(r"[A-Za-z_]\w*", text)}
+
+
+class Code:
+    """Lines of a late ledger, ready to run: they are told the tensors of `leaves` and the numbers known before."""
+
+    def __init__(
+        self,
+        lines: Sequence[str],
+        leaves: tuple[str, ...],
+        lists: frozenset[str],
+        early: tuple[str, ...],
+        constants: dict[str, Any],
+        wanted: tuple[str, ...],
+    ) -> None:
+        self.leaves = leaves
+        self._lists = lists
+        self._early = early
+        returned = ", ".join(f"{name!r}: {name}" for name in wanted)
+        parameters = ", ".join((*leaves, *early))
+        body = [f"    {line}" for line in (*lines, f"return {{{returned}}}")]
+        source = "\n".join([f"def run({parameters}):", *body])
+        names: dict[str, Any] = constants | {"same": same, "assume": _assume}
+        exec(compile(source, "<wholestep late numbers>", "exec"), names)
+        self._run: Callable[..., dict[str, Any]] = names["run"]
+
+    def run(self, tensors: Sequence[torch.Tensor], numbers: Mapping[str, Any]) -> dict[str, Any]:
+        """The wanted numbers; raises `OtherOutcome` if an assumption does not hold."""
+        is_list = [name in self._lists for name in self.leaves]
+        return self._run(*_transferred(tensors, is_list), *[numbers[name] for name in self._early])
+
+
+def _assume(holds: Any) -> None:
+    if not holds:
+        raise OtherOutcome
+
+
+def _transferred(tensors: Sequence[torch.Tensor], is_list: Sequence[bool]) -> list[Any]:
+    """The values of tensors as Python has them: of single numbers on a device, one transfer for each dtype."""
+    values: list[Any] = [None] * len(tensors)
+    together: dict[tuple[torch.device, torch.dtype], list[int]] = {}
+    for index, (tensor, as_list) in enumerate(zip(tensors, is_list, strict=True)):
+        if as_list or tensor.device.type == "cpu":
+            values[index] = tensor.tolist() if as_list else tensor.item()
+        else:
+            together.setdefault((tensor.device, tensor.dtype), []).append(index)
+    for indices in together.values():
+        found = torch.stack([tensors[index].reshape(()) for index in indices]).tolist()
+        for index, value in zip(indices, found, strict=True):
+            values[index] = value
+    return values
+
+
+class Requirement:
+    """What a step has taken for granted of the values it computes; the graph looks at each call (`wholestep.require`).
+
+    A node of the graph knows it by its key, as it can hold nothing but numbers and tensors.
+    """
+
+    _all: ClassVar[weakref.WeakValueDictionary[int, Requirement]] = weakref.WeakValueDictionary()
+    _keys: ClassVar[itertools.count[int]] = itertools.count(1)
+
+    def __init__(self, check: Check) -> None:
+        self.key = next(self._keys)
+        self._check = check
+        self._all[self.key] = self
+
+    @classmethod
+    def check(cls, tensors: Sequence[torch.Tensor], key: int) -> None:
+        """Raise `OtherOutcome` if the requirement with this key does not hold."""
+        cls._all[key]._check(tensors)
+
+
+_recording_torch.when_required(Requirement.check)
+
+
+@dataclass(frozen=True)
+class Late:
+    """What Python makes of the graph's results after it has run: `positions` of the tensors among its outputs."""
+
+    code: Code | None = None
+    positions: tuple[int, ...] = ()
+
+    def run(self, outputs: Sequence[Any], numbers: dict[str, Any]) -> dict[str, Any]:
+        """All numbers of the call, those that were known before among them."""
+        if self.code is None:
+            return numbers
+        return {**numbers, **self.code.run([outputs[position] for position in self.positions], numbers)}

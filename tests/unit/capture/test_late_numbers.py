@@ -1,0 +1,177 @@
+"""Numbers that Python makes of what the graph computes: returned, kept and printed with each call's values."""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import logging
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from tests.twins import Twins, World, mse_step, pair, small_world
+from torch import Tensor
+
+import wholestep
+from wholestep.capture.blank import no_weights
+
+X, Y = pair()
+
+
+@dataclasses.dataclass
+class Meter:
+    """A running average, as nearly every training script has one."""
+
+    total: float = 0.0
+    count: int = 0
+    best: float = math.inf
+
+    def update(self, value: float, number: int = 1) -> None:
+        self.total += value * number
+        self.count += number
+        self.best = min(self.best, value)
+
+    @property
+    def average(self) -> float:
+        return self.total / max(self.count, 1)
+
+
+def returns(make: Callable[[Tensor, Tensor], Any]) -> Callable[..., Any]:
+    def step(world: World, features: Tensor, targets: Tensor) -> Any:
+        loss = mse_step(world.model, world.optimizer, features, targets)
+        return make(loss, features)
+
+    return step
+
+
+def trained(step: Callable[..., Any], captures: int, build: Callable[[], World] | None = None, **options: Any) -> Twins:
+    twins = Twins(build or small_world(), step, call=lambda world, step, *args: step(world, *args), **options)
+    for seed in range(5):
+        twins.step(*pair(seed=seed))
+    assert twins.num_captures == captures, twins.reasons
+    return twins
+
+
+RETURNED: dict[str, Callable[[Tensor, Tensor], Any]] = {
+    "item": lambda loss, x: loss.item(),
+    "float": lambda loss, x: float(loss.detach()),
+    "int": lambda loss, x: int(loss * 1000),
+    "arithmetic": lambda loss, x: (loss.item() * 100 - 1) / 3 // 0.25 % 7 + 2 ** loss.item(),
+    "reflected": lambda loss, x: -abs(1 - loss.item()) + (3 / loss.item()),
+    "rounded": lambda loss, x: (round(loss.item(), 2), round(loss.item())),
+    "math": lambda loss, x: (
+        math.exp(loss.detach()),
+        math.sqrt(loss.item()),
+        math.isfinite(loss.item()),
+        math.floor(loss.item()),
+    ),
+    "largest": lambda loss, x: (max(loss.item(), 0.5), min(1.0, loss.item(), 0.7), sum([loss.item(), 1.0])),
+    "list": lambda loss, x: (loss * x).tolist(),
+    "part of a list": lambda loss, x: {"row": (loss * x).tolist()[1], "sum": sum((loss * x).sum(0).tolist())},
+    "truth": lambda loss, x: (x * loss > 0).any().item(),
+    "integer": lambda loss, x: (x * loss).argmax().item() + 1,
+    "of the batch": lambda loss, x: (x > 0).sum().item() / x.numel(),
+    "with others": lambda loss, x: [{"loss": loss.item(), "tensor": loss, "text": "fixed"}, (loss.detach().item(),)],
+    "before it is changed": lambda loss, x: (before := loss.clone(), before.item(), before.mul_(2), before.item())[
+        1::2
+    ],
+    "half": lambda loss, x: (loss.bfloat16().item(), loss.half().double().item()),
+}
+
+
+@pytest.mark.parametrize("make", RETURNED.values(), ids=RETURNED)
+def test_what_is_returned(make: Callable[[Tensor, Tensor], Any]) -> None:
+    trained(returns(make), captures=1)
+
+
+def test_values_of_a_parameter_are_those_of_the_moment() -> None:
+    def step(world: World, features: Tensor, targets: Tensor) -> Any:
+        before = world.model.first.bias[0].item()
+        loss = mse_step(world.model, world.optimizer, features, targets)
+        return before, world.model.first.bias[0].item(), loss.item(), world.model.first.bias.tolist()
+
+    trained(step, captures=1)
+
+
+def test_what_is_kept() -> None:
+    def build() -> World:
+        world = small_world()()
+        world.meter, world.history = Meter(), []
+        world.recent, world.by_name = collections.deque(maxlen=2), collections.defaultdict(list)
+        return world
+
+    def step(world: World, features: Tensor, targets: Tensor) -> float:
+        loss = mse_step(world.model, world.optimizer, features, targets)
+        world.meter.update(loss.item(), features.shape[0])
+        world.history.append(loss.item())
+        world.recent.append((loss.item(), features.shape[0]))
+        world.by_name["loss"].append(loss.item())
+        world.last = loss.item()
+        return world.meter.average
+
+    trained(step, captures=3, build=build)
+
+
+def test_what_is_printed_and_logged(capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture) -> None:
+    logger = logging.getLogger("tests.late")
+
+    def step(world: World, features: Tensor, targets: Tensor) -> Tensor:
+        loss = mse_step(world.model, world.optimizer, features, targets)
+        print("loss", loss.item(), "twice", 2 * loss.item())
+        logger.warning("loss %.4f", loss.item())
+        return loss
+
+    twins = Twins(small_world(), step, call=lambda world, step, *args: step(world, *args))
+    for seed in range(3):
+        twins.step(*pair(seed=seed))
+    printed = [line for line in capsys.readouterr().out.splitlines() if line.startswith("loss")]
+    logged = [record.getMessage() for record in caplog.records if record.name == "tests.late"]
+    for lines in (printed, logged):
+        assert lines[::2] == lines[1::2]
+        assert len(set(lines)) == 3
+
+
+def test_numbers_of_a_graph_and_of_python_together() -> None:
+    def step(world: World, features: Tensor, targets: Tensor, weight: float) -> float:
+        loss = mse_step(world.model, world.optimizer, features, targets)
+        return loss.item() * weight + weight
+
+    twins = Twins(small_world(), step, call=lambda world, step, *args: step(world, *args))
+    for weight in (0.5, 0.25, 0.125, 2.0):
+        twins.step(X, Y, weight)
+    assert twins.num_captures == 2
+
+
+def test_with_waiting_updates_and_dynamic_batches() -> None:
+    def step(world: World, features: Tensor, targets: Tensor) -> dict[str, float]:
+        return {"loss": mse_step(world.model, world.optimizer, features, targets).item()}
+
+    twins = Twins(small_world(), step, call=lambda world, step, *args: step(world, *args), cross_iteration="all")
+    for size in (6, 4, 5, 7):
+        twins.step(*pair(size))
+    assert twins.num_captures == 2
+
+
+def test_an_error_of_python_comes_after_the_step_has_run() -> None:
+    def step(world: World, features: Tensor, targets: Tensor) -> float:
+        return 1 / (mse_step(world.model, world.optimizer, features, targets).item() * 0)
+
+    world = small_world()()
+    compiled = wholestep.compile(step)
+    before = world.model.first.weight.clone()
+    with pytest.raises(ZeroDivisionError):
+        compiled(world, X, Y)
+    assert not torch.equal(before, world.model.first.weight)
+
+
+def test_nothing_is_computed_to_capture_a_number_that_is_only_returned() -> None:
+    def step(world: World, features: Tensor, targets: Tensor) -> float:
+        return mse_step(world.model, world.optimizer, features, targets).item() * 2
+
+    with no_weights():
+        world = small_world()()
+        compiled = wholestep.compile(step)
+        compiled.prepare(world, torch.randn(6, 4), torch.randn(6, 3))
+    assert compiled.num_captures == 1
