@@ -8,7 +8,8 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from wholestep.runtime.options import StepOptions, StepRunner
+from wholestep.runtime.options import StepOptions
+from wholestep.runtime.runner import StepRunner
 
 
 def update(model: nn.Module, optimizer: Optimizer) -> None:
