@@ -228,7 +228,15 @@ def is_traced(tensor: object) -> bool:
     """Whether a tensor is part of the trace (as opposed to a real tensor that Python still holds)."""
     if isinstance(tensor, (FunctionalTensor, FakeTensor)):
         return not is_blank(tensor)
-    return isinstance(tensor, torch.Tensor) and torch._is_functional_tensor(tensor)
+    if not isinstance(tensor, torch.Tensor):
+        return False
+    return torch._is_functional_tensor(tensor) or is_traced(_behind_transform(tensor))
+
+
+def _behind_transform(tensor: torch.Tensor) -> torch.Tensor | None:
+    """What `torch.func` (`vmap`, `grad`) has wrapped for one of its levels; None for tensors that it has not."""
+    wrapped = torch._C._functorch.is_functorch_wrapped_tensor(tensor)
+    return torch._C._functorch.get_unwrapped(tensor) if wrapped else None
 
 
 def is_tracing() -> bool:

@@ -378,6 +378,8 @@ def _traced_run(call: _Call, collected: list[Collected]) -> list[Any]:
         _refuse_option_changes(call)
         result = collect(session, call.found, call.bindings, returned)
         collected.append(result)
+        for parameter in session.parameters:
+            parameter.twin.grad = None  # one with a history leads back to its parameter: a ring in C++
         return result.values
 
 

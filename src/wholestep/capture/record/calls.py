@@ -31,7 +31,17 @@ import torch
 from torch import nn
 
 from wholestep import _recording_torch, _torch
-from wholestep.capture.record import c_modules, classes, containers, numbers, outside, standins, tensors, whole
+from wholestep.capture.record import (
+    c_modules,
+    classes,
+    containers,
+    numbers,
+    outside,
+    standins,
+    tensors,
+    texts,
+    whole,
+)
 from wholestep.capture.record.caches import cached_call
 from wholestep.capture.record.places import CONTAINERS, Step, is_open, is_plain
 
@@ -84,6 +94,8 @@ def choose(recorder: Recorder, function: Any, args: tuple[Any, ...], kwargs: dic
     if isinstance(function, nn.Module):
         recorder.enter_module(function)
         return function
+    if kind is not functools.partial:
+        _refuse_looks_into_text(recorder, function, args, kwargs)
     has_numbers = any(type(arg) is numbers.Number for arg in (*args, *kwargs.values()))
     if isinstance(function, type):
         return (_with_numbers if has_numbers else _class)(recorder, function, args, kwargs)
@@ -112,6 +124,12 @@ def choose(recorder: Recorder, function: Any, args: tuple[Any, ...], kwargs: dic
     recorder.follow_all(vars(kind).get("__call__"))
     _give(recorder, args, kwargs)
     return function
+
+
+def _refuse_looks_into_text(recorder: Recorder, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """C code that is given text with something missing may put it somewhere, or print it."""
+    if recorder.late.has_texts and not outside.is_output(function):
+        texts.refuse_in_call(recorder, function, args, kwargs)
 
 
 def _is_to_be_told(recorder: Recorder, value: Any) -> bool:
@@ -159,6 +177,7 @@ def _python(recorder: Recorder, function: types.FunctionType, args: tuple[Any, .
     if recorder.follow(function):
         recorder.read_defaults(function)
         return function
+    _refuse_looks_into_text(recorder, function, args, kwargs)
     wraps_followed = recorder.follow_all(function)
     _give(recorder, args, kwargs)
     if function.__module__ == "inspect" and args:
@@ -206,6 +225,7 @@ def _method(recorder: Recorder, method: types.MethodType, args: tuple[Any, ...],
     if isinstance(function, types.FunctionType) and recorder.follow(function):
         recorder.read_defaults(function)
         return method
+    _refuse_looks_into_text(recorder, method, args, kwargs)
     recorder.follow_all(function)
     recorder.follow_operators(method.__self__)
     if isinstance(method.__self__, type):  # `apply` of an autograd.Function calls what its class defines

@@ -171,8 +171,6 @@ _CONDITIONAL = (
     "POP_JUMP_BACKWARD_IF_FALSE",
 )
 
-_FIRST_IN_PLACE = 13
-"""Of the operators that BINARY_OP numbers, `+=` is the first in place."""
 _HAS_SPEC = 4
 """The bit of FORMAT_VALUE that says that what comes after the colon lies on top of the value."""
 _HAS_PRECALL = sys.version_info < (3, 12)
@@ -252,8 +250,8 @@ class _Editor:
             exchange = [create_instruction("SWAP", arg=3), create_instruction("POP_TOP")]
             return [*chosen, *exchange, bytecode.kept(instruction)]
         if name == "BINARY_OP":
-            is_in_place = create_instruction("LOAD_CONST", argval=(instruction.arg or 0) >= _FIRST_IN_PLACE)
-            return [*self._insert("binary", 2, is_in_place), bytecode.kept(instruction)]
+            operator = create_instruction("LOAD_CONST", argval=instruction.arg or 0)
+            return [*self._insert("binary", 2, operator), bytecode.kept(instruction)]
         if name == "MATCH_CLASS":
             count = create_instruction("LOAD_CONST", argval=instruction.arg or 0)
             return [*self._insert("match_class", 3, count), bytecode.kept(instruction)]

@@ -23,6 +23,7 @@ import torch
 from wholestep import _recording_torch
 from wholestep.capture.record.numbers import Later, Ledger, Number, ledger_of, name_of
 from wholestep.capture.record.places import same
+from wholestep.capture.record.texts import marked
 
 
 class OtherOutcome(Exception):
@@ -56,6 +57,7 @@ class LateLedger(Ledger):
     """The numbers of the running call that are known before the graph runs."""
     imported: set[str] = field(default_factory=set[str])
     """Names of those that lines here name."""
+    _texts: list[str] = field(default_factory=list[str])
     found: dict[str, Leaf] = field(default_factory=dict[str, Leaf])
 
     def end(self) -> None:
@@ -81,6 +83,19 @@ class LateLedger(Ledger):
             return [part(f"{text}[{index}]", inner, lambda i=index: get()[i]) for index in range(size)]
 
         return part(root, shape, find)
+
+    @property
+    def has_texts(self) -> bool:
+        """Whether the step has made text of a number."""
+        return bool(self._texts)
+
+    def text(self, function: Callable[..., str], number: Number, *spec: str) -> str:
+        """What a function makes of a number: text in which a mark stands for what is missing."""
+        name = self._new_name("late_text")
+        arguments = ", ".join([self.named(number), *map(repr, spec)])
+        self.lines.append(f"{name} = {self.constant(function)}({arguments})")
+        self._texts.append(name)
+        return marked(name)
 
     def named(self, number: Number) -> str:
         if not ledger_of(number).is_late:

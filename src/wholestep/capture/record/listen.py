@@ -19,7 +19,7 @@ import numpy as np
 import torch
 
 from wholestep import _recording_torch
-from wholestep.capture.record import classes, net, reads, standins, tensors, whole
+from wholestep.capture.record import classes, net, reads, standins, tensors, texts, whole
 from wholestep.capture.record.again import AsksBefore
 from wholestep.capture.record.calls import choose
 from wholestep.capture.record.follow import Followers
@@ -33,6 +33,8 @@ _HOOKS: Hooks = {}
 
 # Nothing to be noted when these are read from or computed with.
 _QUIET: frozenset[type] = PLAIN_TYPES | {Number, torch.Size}
+_FIRST_IN_PLACE = 13
+"""Of the operators that bytecode numbers, `+=` is the first in place."""
 
 
 @contextmanager
@@ -62,18 +64,26 @@ def _hook(num_owners: int) -> Callable[[Callable[..., Any]], Callable[..., Any]]
 
     def wrap(function: Callable[..., Any]) -> Callable[..., Any]:
         def tell(*args: Any) -> Any:
-            if not _active or (num_owners and all(type(arg) in _QUIET for arg in args[:num_owners])):
+            if not _active:
                 return None
             recorder = _active[-1]
+            is_quiet = bool(num_owners) and all(type(arg) in _QUIET for arg in args[:num_owners])
+            if is_quiet and not recorder.late.has_texts:
+                return None
             if recorder.is_deaf or recorder.thread != threading.get_ident():
                 return None
+            if recorder.late.has_texts:
+                texts.refuse_in_instruction(recorder, name, args)
+                if is_quiet:
+                    return None
             recorder.is_deaf = True
             try:
                 return function(recorder, *args)
             finally:
                 recorder.is_deaf = False
 
-        _HOOKS[function.__name__.lstrip("_")] = tell
+        name = function.__name__.lstrip("_")
+        _HOOKS[name] = tell
         return function
 
     return wrap
@@ -96,7 +106,12 @@ def _delete_attribute(recorder: Recorder, owner: Any, name: str) -> None:
 
 def _item(owner: Any, key: Any) -> Any:
     """Before `owner[key]`: what to take the item from; a table that is asked for a changing number is one of ours."""
-    if type(owner) in _QUIET or (isinstance(owner, torch.Tensor) and is_plain(key)) or (recorder := _hearing()) is None:
+    recorder = _hearing()
+    if recorder is None:
+        return owner
+    if recorder.late.has_texts:
+        texts.refuse_in_instruction(recorder, "item", (owner, key))
+    if type(owner) in _QUIET or (isinstance(owner, torch.Tensor) and is_plain(key)):
         return owner
     recorder.is_deaf = True
     try:
@@ -194,9 +209,9 @@ def _match_class(recorder: Recorder, subject: Any, cls: Any, names: tuple[str, .
 
 
 @_hook(2)
-def _binary(recorder: Recorder, left: Any, right: Any, is_in_place: bool) -> None:
+def _binary(recorder: Recorder, left: Any, right: Any, operator: int) -> None:
     _operands(recorder, left, right)
-    if not is_in_place:
+    if operator < _FIRST_IN_PLACE:
         return
     if isinstance(left, list) and isinstance(right, (list, tuple)):
         recorder.about_to_change(left, "extend", tuple(right))

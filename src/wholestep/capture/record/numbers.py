@@ -94,6 +94,10 @@ class Ledger:
     def require_known(self, *_: Any) -> None:
         """Python is about to take the values of some numbers, and to go on by what they are: here it may."""
 
+    def text(self, function: Callable[..., str], number: Number, *spec: str) -> str:
+        """What a function makes of a number, which is taken for granted."""
+        return function(settled(number), *spec)
+
     def named(self, number: Number) -> str:
         """How a line spells a number, which may stand in another ledger."""
         return name_of(number)
@@ -193,13 +197,13 @@ class Number:
         return hash(settled(self))
 
     def __format__(self, spec: str) -> str:
-        return format(settled(self), spec)
+        return self._ledger.text(format, self, spec)
 
     def __repr__(self) -> str:
-        return repr(settled(self))
+        return self._ledger.text(repr, self)
 
     def __str__(self) -> str:
-        return str(settled(self))
+        return self._ledger.text(str, self)
 
     def __neg__(self) -> Any:
         return called(operator.neg, (self,), {})

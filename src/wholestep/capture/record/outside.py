@@ -404,6 +404,13 @@ def handler_of(owner: Any) -> Handler | None:
     return None
 
 
+def is_output(function: Any) -> bool:
+    """Whether a call only says something, which is said again after the graph has run."""
+    if isinstance(function, types.MethodType):
+        return handler_of(function.__self__) in (_log, _stream, _progress)
+    return function in (print, *_ROOT) or function is warnings.warn
+
+
 def _log_to_root(recorder: Recorder, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return _log(recorder, getattr(logging.getLogger(), function.__name__), args, kwargs)
 

@@ -25,6 +25,7 @@ from wholestep.capture.record.numbers import Number, is_late, name_of
 from wholestep.capture.record.places import ABSENT, Expectation, Place, Step, find, is_open, is_plain, slot_names, take
 from wholestep.capture.record.standins import is_stand_in
 from wholestep.capture.record.state import dict_kind
+from wholestep.capture.record.texts import is_marked, pieces
 from wholestep.errors import CaptureError
 
 if TYPE_CHECKING:
@@ -73,6 +74,16 @@ class Numeric(Template):
 
     def fill(self, filling: Filling) -> Any:
         return filling.numbers[self.name]
+
+
+@dataclass(frozen=True, slots=True)
+class Text(Template):
+    """Text made of numbers that the graph computes: pieces, and whether each is the name of one."""
+
+    pieces: tuple[tuple[str, bool], ...]
+
+    def fill(self, filling: Filling) -> Any:
+        return "".join([filling.numbers[piece] if is_name else piece for piece, is_name in self.pieces])
 
 
 @dataclass(frozen=True, slots=True)
@@ -223,7 +234,11 @@ class Templates:
             raise AsksBefore
         if isinstance(value, (torch.Tensor, torch.SymInt, torch.SymFloat)):
             return self._tensor(value)
-        if is_plain(value):
+        if is_marked(value):
+            parts = tuple(pieces(value))
+            self.late_numbers |= {piece for piece, is_name in parts if is_name}
+            return Text(parts)
+        if is_plain(value) and not (isinstance(value, tuple) and any(map(is_marked, value))):
             return Constant(value)
         place = self._place_of(value)
         if place is not None:
