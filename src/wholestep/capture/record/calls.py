@@ -17,9 +17,7 @@ from __future__ import annotations
 import abc
 import builtins
 import functools
-import math
 import operator
-import sys
 import types
 import typing
 import weakref
@@ -35,6 +33,7 @@ from wholestep.capture.record import (
     c_modules,
     classes,
     containers,
+    number_calls,
     numbers,
     outside,
     standins,
@@ -57,17 +56,6 @@ _C_CALLABLES = (
     types.WrapperDescriptorType,
     types.ClassMethodDescriptorType,
 )
-# What these make keeps numbers, or computes with them as Python does.
-_HOLDING = frozenset(["builtins", "itertools", "functools", "_functools", "operator", "_operator"]) | {
-    "collections",
-    "_collections",
-    "types",
-    "weakref",
-    "_weakref",
-}
-_OF_NUMBERS = frozenset([*(f for f in vars(math).values() if isinstance(f, types.BuiltinFunctionType)), float, int])
-"""What gives a number for a tensor as well: it asks for its value."""
-_ON_NUMBERS = _OF_NUMBERS | {abs, round, pow}
 
 
 def _is_hashable(function: Any) -> bool:
@@ -81,8 +69,8 @@ def _is_hashable(function: Any) -> bool:
 def choose(recorder: Recorder, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """What to call in place of `function` with these arguments."""
     kind = type(function)
-    if len(args) == 1 and _torch.is_traced(args[0]) and _is_hashable(function) and function in _OF_NUMBERS:
-        return functools.partial(_of_tensor, recorder, function)
+    if len(args) == 1 and _torch.is_traced(args[0]) and _is_hashable(function) and function in number_calls.OF_NUMBERS:
+        return functools.partial(number_calls.of_tensor, recorder, function)
     if any(_is_to_be_told(recorder, arg) for arg in (*args, *kwargs.values())) and not _keeps(function):
         return functools.partial(_call_telling, recorder, function)
     if recorder.drawn_arrays and any(id(arg) in recorder.drawn_arrays for arg in (*args, *kwargs.values())):
@@ -99,7 +87,7 @@ def choose(recorder: Recorder, function: Any, args: tuple[Any, ...], kwargs: dic
     has_numbers = any(type(arg) is numbers.Number for arg in (*args, *kwargs.values()))
     if isinstance(function, type):
         return (_with_numbers if has_numbers else _class)(recorder, function, args, kwargs)
-    if kind in _C_CALLABLES or kind is types.BuiltinMethodType or (has_numbers and _is_torchs(function)):
+    if kind in _C_CALLABLES or kind is types.BuiltinMethodType or (has_numbers and number_calls.is_torchs(function)):
         return (_with_numbers if has_numbers else _builtin)(recorder, function, args, kwargs)
     if _is_hashable(function) and function in recorder.handlers:
         return recorder.handlers[function](recorder, function, args, kwargs)
@@ -338,64 +326,22 @@ def _handed_on(values: Iterable[Any]) -> Iterator[Any]:
 
 def _with_numbers(recorder: Recorder, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """A call with a changing number among its arguments: computed again, exchanged by torch's own kind, or settled."""
-    if function in _ON_NUMBERS and all(map(numbers.are_numbers, (*args, *kwargs.values()))):
-        return functools.partial(_compute, function)
+    if function in number_calls.ON_NUMBERS and all(map(numbers.are_numbers, (*args, *kwargs.values()))):
+        return functools.partial(number_calls.compute, function)
     if function in (min, max, sum, isinstance, print, getattr, setattr, str, repr, format, type):
         return (
             _class(recorder, function, args, kwargs)
             if isinstance(function, type)
             else _builtin(recorder, function, args, kwargs)
         )
-    if _is_torchs(function):
-        return functools.partial(_with_symbols, recorder, function)
-    if _takes_real_numbers(function):
+    if number_calls.is_torchs(function):
+        return functools.partial(number_calls.with_symbols, recorder, function)
+    if number_calls.takes_real_numbers(function):
         args, kwargs = tuple(map(numbers.settled, args)), {key: numbers.settled(arg) for key, arg in kwargs.items()}
-        return functools.partial(_with_settled, choose(recorder, function, args, kwargs))
+        return functools.partial(number_calls.with_settled, choose(recorder, function, args, kwargs))
     if isinstance(function, type):
         return _class(recorder, function, args, kwargs)
     return _builtin(recorder, function, args, kwargs)
-
-
-def _is_torchs(function: Any) -> bool:
-    """Whether a function is one of torch, or a method of a tensor."""
-    root = str(getattr(function, "__module__", None) or type(getattr(function, "__self__", None)).__module__)
-    is_torch = root.split(".")[0] == "torch" or isinstance(getattr(function, "__self__", None), torch.Tensor)
-    return is_torch or isinstance(function, type(torch.ops.aten.add))
-
-
-def _takes_real_numbers(function: Any) -> bool:
-    """Whether C code is called that would not take a number of ours for one, and say so to the step."""
-    if isinstance(function, type):
-        members = [vars(base).get(name) for base in function.__mro__ for name in ("__new__", "__init__")]
-        is_c = not any(isinstance(member, types.FunctionType) for member in members)
-    else:
-        is_c = type(function) is types.BuiltinFunctionType and isinstance(
-            function.__self__, (types.ModuleType, type(None))
-        )
-    root = str(getattr(function, "__module__", None) or "builtins").split(".")[0]
-    return is_c and root not in _HOLDING and (root == "numpy" or root in sys.stdlib_module_names)
-
-
-def _with_settled(function: Any, *args: Any, **kwargs: Any) -> Any:
-    return function(*map(numbers.settled, args), **{key: numbers.settled(arg) for key, arg in kwargs.items()})
-
-
-def _of_tensor(recorder: Recorder, function: Any, tensor: torch.Tensor, **kwargs: Any) -> Any:
-    """`float(loss)`, `math.exp(loss)`."""
-    number = recorder.number_in(tensor)
-    return function(tensor, **kwargs) if number is None else numbers.called(function, (number,), kwargs)
-
-
-def _compute(function: Any, *args: Any, **kwargs: Any) -> Any:
-    return numbers.called(function, args, kwargs)
-
-
-def _with_symbols(recorder: Recorder, function: Any, *args: Any, **kwargs: Any) -> Any:
-    exchange = recorder.ledger.symbol_of
-    given = [exchange(arg) if type(arg) is numbers.Number else arg for arg in args]
-    named = {key: exchange(arg) if type(arg) is numbers.Number else arg for key, arg in kwargs.items()}
-    with recorder.symbolic([*args, *kwargs.values()]):
-        return function(*given, **named)
 
 
 # Builtins with a meaning of their own
@@ -463,9 +409,9 @@ def _pick(symbolic: Callable[[Any, Any], Any]) -> Handler:
 
     def handler(recorder: Recorder, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if len(args) == 2 and any(type(arg) is torch.SymFloat for arg in args) and standins.are_numbers(args):
-            return functools.partial(_with_symbols, recorder, symbolic)
+            return functools.partial(number_calls.with_symbols, recorder, symbolic)
         if len(args) > 1 and not kwargs and any(map(numbers.is_late, args)) and numbers.are_numbers(*args):
-            return functools.partial(_compute, function)
+            return functools.partial(number_calls.compute, function)
         _give(recorder, args, kwargs)
         return function
 

@@ -1,0 +1,69 @@
+"""Calls of functions of numbers: computed again, exchanged for torch's own kind of number, or settled."""
+
+from __future__ import annotations
+
+import math
+import sys
+import types
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from wholestep.capture.record import numbers
+
+if TYPE_CHECKING:
+    from wholestep.capture.record.recorder import Recorder
+
+# What these make keeps numbers, or computes with them as Python does.
+_HOLDING = frozenset(["builtins", "itertools", "functools", "_functools", "operator", "_operator"]) | {
+    "collections",
+    "_collections",
+    "types",
+    "weakref",
+    "_weakref",
+}
+OF_NUMBERS = frozenset([*(f for f in vars(math).values() if isinstance(f, types.BuiltinFunctionType)), float, int])
+"""What gives a number for a tensor as well: it asks for its value."""
+ON_NUMBERS = OF_NUMBERS | {abs, round, pow}
+
+
+def is_torchs(function: Any) -> bool:
+    """Whether a function is one of torch, or a method of a tensor."""
+    root = str(getattr(function, "__module__", None) or type(getattr(function, "__self__", None)).__module__)
+    is_torch = root.split(".")[0] == "torch" or isinstance(getattr(function, "__self__", None), torch.Tensor)
+    return is_torch or isinstance(function, type(torch.ops.aten.add))
+
+
+def takes_real_numbers(function: Any) -> bool:
+    """Whether C code is called that would not take a number of ours for one, and say so to the step."""
+    if isinstance(function, type):
+        members = [vars(base).get(name) for base in function.__mro__ for name in ("__new__", "__init__")]
+        is_c = not any(isinstance(member, types.FunctionType) for member in members)
+    else:
+        is_c = type(function) is types.BuiltinFunctionType and isinstance(
+            function.__self__, (types.ModuleType, type(None))
+        )
+    root = str(getattr(function, "__module__", None) or "builtins").split(".")[0]
+    return is_c and root not in _HOLDING and (root == "numpy" or root in sys.stdlib_module_names)
+
+
+def with_settled(function: Any, *args: Any, **kwargs: Any) -> Any:
+    return function(*map(numbers.settled, args), **{key: numbers.settled(arg) for key, arg in kwargs.items()})
+
+
+def of_tensor(recorder: Recorder, function: Any, tensor: torch.Tensor, **kwargs: Any) -> Any:
+    """`float(loss)`, `math.exp(loss)`."""
+    number = recorder.number_in(tensor)
+    return function(tensor, **kwargs) if number is None else numbers.called(function, (number,), kwargs)
+
+
+def compute(function: Any, *args: Any, **kwargs: Any) -> Any:
+    return numbers.called(function, args, kwargs)
+
+
+def with_symbols(recorder: Recorder, function: Any, *args: Any, **kwargs: Any) -> Any:
+    exchange = recorder.ledger.symbol_of
+    given = [exchange(arg) if type(arg) is numbers.Number else arg for arg in args]
+    named = {key: exchange(arg) if type(arg) is numbers.Number else arg for key, arg in kwargs.items()}
+    with recorder.symbolic([*args, *kwargs.values()]):
+        return function(*given, **named)
