@@ -482,7 +482,8 @@ def _lift_gradients(call: _Call) -> None:
             grad_binding = binding.GradOfArgument(where.index)
         else:
             continue
-        if not lifted.real.requires_grad:
+        # A parameter that was frozen after it got a gradient still has it, and optimizers and clipping still use it.
+        if lifted.slot.kind is not SlotKind.PARAM and not lifted.real.requires_grad:
             continue
         slot = Slot(SlotKind.GRAD, lifted.slot.name)
         call.bindings[slot.id] = grad_binding
@@ -575,7 +576,7 @@ def _indifferent_parameters(call: _Call) -> tuple[torch.Tensor, ...]:
 
 def _accumulating(call: _Call, indifferent: tuple[torch.Tensor, ...]) -> frozenset[str]:
     known = {id(parameter) for parameter in indifferent}
-    parameters = [p for p in call.session.parameters if p.real.requires_grad]
+    parameters = [p for p in call.session.parameters if p.real.requires_grad or p.real.grad is not None]
     return frozenset(p.slot.name for p in parameters if id(p.real) not in known)
 
 

@@ -278,7 +278,8 @@ def _collect_gradients(session: Session, result: Collected) -> None:
 
 
 def _owns_gradient(lifted: Lifted) -> bool:
-    return lifted.slot.kind in (SlotKind.PARAM, SlotKind.BATCH) and lifted.real.requires_grad
+    kind = lifted.slot.kind
+    return kind is SlotKind.PARAM or (kind is SlotKind.BATCH and lifted.real.requires_grad)
 
 
 def _add_result(result: Collected, slot: Slot, value: Any) -> None:

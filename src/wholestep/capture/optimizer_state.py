@@ -20,15 +20,14 @@ State = dict[torch.Tensor, dict[str, Any]]
 
 
 def initial_state(optimizer: Optimizer) -> State:
-    """State for each trainable parameter that has none yet; the optimizer itself is left as it is.
+    """State for each parameter that may get an update and has none yet; the optimizer itself is left as it is.
 
     Empty for an optimizer whose first step cannot be told apart from its later ones.
     """
     if not _torch.has_init_group(optimizer):
         return {}
-    fresh = [
-        p for group in optimizer.param_groups for p in group["params"] if p.requires_grad and not optimizer.state[p]
-    ]
+    members = [p for group in optimizer.param_groups for p in group["params"]]
+    fresh = [p for p in members if (p.requires_grad or p.grad is not None) and not optimizer.state[p]]
     for p in [p for p in optimizer.state if not optimizer.state[p]]:
         del optimizer.state[p]
     if not fresh:

@@ -418,7 +418,7 @@ def _gradients_guard(capture: Capture) -> OwnerCheck:
     parameters: list[torch.Tensor] = []
     for slot in capture.graph.slots_of_kind(SlotKind.PARAM):
         tensor = capture.bindings[slot.id].read([])
-        if tensor.requires_grad and id(tensor) not in indifferent:
+        if id(tensor) not in indifferent:
             names.append(slot.name)
             parameters.append(tensor)
     expected = [p.grad is None for p in parameters]
