@@ -8,6 +8,7 @@ from __future__ import annotations
 import gc
 import os
 import sys
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -21,12 +22,13 @@ from torch import Tensor, nn
 from torch.optim import SGD, Optimizer
 
 import wholestep
-from wholestep import CaptureError, RankError, VerificationError
+from wholestep import CaptureError, RankError, VerificationError, WholestepError
 from wholestep.runtime import differential
 from wholestep.runtime.specialization import Specialization
 
 pytestmark = pytest.mark.distributed
 
+SOON_S = 10.0
 CALLS = 7
 """Not one of those (2, 4, 8, ...) in which ranks compare what may change with every call."""
 
@@ -146,6 +148,21 @@ def another_constant(pairs: list[tuple[Net, SGD]]) -> None:
     compiled(step)(model, optimizer, batch(0))
 
 
+def train_what_is_not_frozen(model: nn.Module, optimizer: Optimizer, x: Tensor) -> None:
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            parameter.grad = None
+    model(x).square().mean().backward()
+    optimizer.step()
+
+
+def another_gradient_of_before_it_was_frozen(pairs: list[tuple[Net, SGD]]) -> None:
+    model, optimizer = pairs[0]
+    model(batch(0)).square().mean().backward()
+    model.a.bias.requires_grad_(False)
+    compiled(train_what_is_not_frozen)(model, optimizer, batch(1))
+
+
 def other_values_in_the_state(pairs: list[tuple[Net, SGD]]) -> None:
     model, optimizer = pairs[0]
     for parameter in model.parameters():
@@ -176,6 +193,7 @@ SCENARIOS: dict[Callable[[list[tuple[Net, SGD]]], None], list[str]] = {
     another_number: ["numbers that updates are made with", "0.125"],
     another_rate: ["numbers that updates are made with", "0.2"],
     another_constant: ["tensors that updates are made with", "0.5", "1.5"],
+    another_gradient_of_before_it_was_frozen: ["tensors that updates are made with", "grad.a.bias"],
     other_values_in_the_state: ["state of a.weight['momentum_buffer']"],
     an_update_by_the_own_loss: ["test_same_call.py", "the update of a.weight is computed from this rank's own batch"],
 }
@@ -210,6 +228,48 @@ def test_ranks_that_run_something_else() -> None:
             assert word in mine.text, (scenario, mine.text)
             assert word in other.text, (scenario, other.text)
         assert all(map(torch.equal, mine.parameters, other.parameters)), scenario
+
+
+FAILING, CLIPPING = 3, 5
+"""Numbers of calls in which rank 1 cannot compile its batch, and in which it alone clips."""
+
+
+def _calls_of_one_rank(odd: list[int], *, leaves_out: bool = False) -> tuple[list[Any], float, list[Tensor]]:
+    """The odd calls are refused on all ranks, or left out; training goes on with the next one."""
+    torch.manual_seed(0)
+    model, optimizer = pair()
+    step = compiled(train_clipped, "all")
+    refused: list[Any] = []
+    started = time.monotonic()
+    for number in range(CALLS):
+        is_odd = dist.get_rank() == 1 and number in odd
+        if number in odd and leaves_out:
+            continue
+        x = batch(number)[:, :3] if is_odd and number == FAILING else batch(number)
+        try:
+            step(model, optimizer, x, is_odd and number == CLIPPING)
+        except WholestepError as error:
+            refused.append((number, type(error).__name__, str(error)))
+    return refused, time.monotonic() - started, [parameter.detach().clone() for parameter in model.parameters()]
+
+
+def _calls_with_none_odd(odd: list[int]) -> Any:
+    return _calls_of_one_rank(odd, leaves_out=True)
+
+
+@pytest.mark.parametrize("odd", [[FAILING], pytest.param([FAILING, CLIPPING], marks=pytest.mark.slow)])
+def test_all_go_on_after_a_call_that_one_rank_could_not_make(odd: list[int]) -> None:
+    """It says so instead of its word: ranks whose words are counted differently would wait for each other."""
+    both = run_ranks(_calls_of_one_rank, 2, odd)
+    kinds = {FAILING: ["RankError", "CaptureError"], CLIPPING: ["RankError", "RankError"]}
+    texts = {FAILING: ["rank 1 could not compile the step", ""], CLIPPING: ["rank 1 has something new to agree on"] * 2}
+    for rank, (refused, seconds, _) in enumerate(both):
+        assert [(number, kind) for number, kind, _ in refused] == [(number, kinds[number][rank]) for number in odd]
+        assert all(texts[number][rank] in text for number, _, text in refused), refused
+        assert seconds < SOON_S
+    for _, _, expected in run_ranks(_calls_with_none_odd, 2, odd):
+        for _, _, found in both:
+            assert all(map(torch.equal, found, expected))
 
 
 def _difference_on_rank_1() -> tuple[list[tuple[int, bool]], list[Tensor]]:

@@ -83,9 +83,14 @@ class Ranks:
         if self.world > 1:
             _unfinished.setdefault(self.group, call)
 
+    @property
+    def has_finished(self) -> bool:
+        """Whether this rank has finished all calls that it has begun, as far as they send anything."""
+        return self.group not in _unfinished
+
     def require_finished(self) -> None:
         """Raise `RankError` if this rank has not finished a call: what it sends next would be taken for that one's."""
-        if self.group in _unfinished:
+        if not self.has_finished:
             raise RankError(
                 f"{_unfinished[self.group]} raised on rank {self.rank}, and what this rank sends now would be taken "
                 "for what that call had yet to send; end all ranks and go on from a checkpoint, or make a new process "
@@ -103,10 +108,13 @@ class Ranks:
         except RankError:
             raise
         except Exception as error:
-            failure = {"error": str(error) or type(error).__name__}
-            self._publish(moment, failure)
-            self._publish(_failed(moment), failure)
+            self.publish_failure(moment, error)
+            self.publish_failure(_failed(moment), error)
             raise
+
+    def publish_failure(self, moment: str, error: BaseException | str) -> None:
+        """What others who are at `exchange(moment)`, or come there, are told instead of a value."""
+        self._publish(moment, {"error": str(error) or type(error).__name__})
 
     def exchange(self, moment: str, value: Any) -> list[Any]:
         """Every rank's `value` (anything JSON can hold), by rank. All ranks call this with the same `moment`.
@@ -120,8 +128,7 @@ class Ranks:
         self._publish(moment, {"value": value})
         answers = {rank: self._read(moment, rank) for rank in ranks}
         for rank, answer in answers.items():
-            if "error" in answer:
-                raise _could_not(rank, answer)
+            _require_value(rank, answer)
         return {rank: answer["value"] for rank, answer in answers.items()}
 
     def require_agreement(self, moment: str, facts: Mapping[str, Any]) -> None:
@@ -142,7 +149,19 @@ class Ranks:
         for rank in range(self.world):
             key = self._key(_failed(moment), rank)
             if store.check([key]):
-                raise _could_not(rank, json.loads(store.get(key)))
+                _require_value(rank, json.loads(store.get(key)))
+
+    def require_none_asks(self, moment: str) -> None:
+        """Raise `RankError`, also on ranks that wait at `exchange(moment)`, if this rank has nothing to say there."""
+        store = _torch.group_store(self.group)
+        asking = [rank for rank in range(self.world) if store.check([self._key(moment, rank)])]
+        if asking and self.rank not in asking:
+            text = (
+                f"rank {asking[0]} has something new to agree on in this call, and rank {self.rank} has not: what "
+                "ranks compute (gradients, clipping, options, modes) must change on all of them in the same call"
+            )
+            self._publish(_failed(moment), {"differs": text})
+            raise RankError(text)
 
     @contextlib.contextmanager
     def telling(self, what: str) -> Generator[None]:
@@ -205,8 +224,12 @@ def is_due(number: int) -> bool:
     return number > 1 and (not number & (number - 1) or not number % _COMPARE_EVERY)
 
 
-def _could_not(rank: int, answer: Mapping[str, Any]) -> RankError:
-    return RankError(f"rank {rank} could not compile the step: {answer['error']}")
+def _require_value(rank: int, answer: Mapping[str, Any]) -> None:
+    """Raise `RankError` if it is a failure that a rank reports."""
+    if "differs" in answer:
+        raise RankError(answer["differs"])
+    if "error" in answer:
+        raise RankError(f"rank {rank} could not compile the step: {answer['error']}")
 
 
 def _failed(moment: str) -> str:

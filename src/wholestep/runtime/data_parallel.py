@@ -42,6 +42,8 @@ from wholestep.runtime.roll_call import Part, RollCall
 logger = logging.getLogger(__name__)
 
 _BROADCAST_BYTES = 64 * 2**20
+# Tensors that updates may be made with, each rank its own: also gradients that nobody averages (of frozen parameters).
+_READ_BY_UPDATES = (SlotKind.CONSTANT, SlotKind.BUFFER, SlotKind.GRAD)
 
 
 @dataclass(frozen=True)
@@ -182,7 +184,7 @@ class Replicas:
             captured, graph = self._agree_on_gradients(capture_step, captured, graph, number)
             with self.ranks.telling("rank 0's parameters"):
                 self._share_state(captured)
-            values = value_facts(captured, update_inputs(graph, SlotKind.CONSTANT, SlotKind.BUFFER))
+            values = value_facts(captured, update_inputs(graph, *_READ_BY_UPDATES))
             self.ranks.require_agreement(f"{number}/values", {"tensors that updates are made with": values})
             plan = self._agree_on_plan(graph, number)
             self._plans[_signature(captured, graph)] = plan
@@ -201,6 +203,11 @@ class Replicas:
             values = value_facts(captured, part.tensors)
             compared = {"the options of optimizers": facts, "tensors that updates are made with": values}
             self._roll_call.require_agreement(self.ranks, self.name, number, compared)
+
+    def fail_call(self, number: int, error: BaseException) -> None:
+        """This rank runs nothing in a call that others may run: they learn it instead of waiting."""
+        if self._roll_call is not None and self.ranks.has_finished:
+            self._roll_call.speak_of_failure(self.ranks, self.name, number, error)
 
     def end_call(self) -> None:
         """Hear what the others run, at the latest; raises `RankError` if that is something else."""
@@ -314,7 +321,7 @@ class Replicas:
             "the plans": plan.fingerprint,
         }
         numbers = update_inputs(graph, SlotKind.LR, SlotKind.NUMBER)
-        tensors = update_inputs(graph, SlotKind.CONSTANT, SlotKind.BUFFER)
+        tensors = update_inputs(graph, *_READ_BY_UPDATES)
         return Part(facts, {slot_id: captured.bindings[slot_id] for slot_id in numbers}, tensors)
 
     def _share_state(self, captured: Capture) -> None:

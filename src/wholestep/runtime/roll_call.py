@@ -9,6 +9,7 @@ over connections of its own, and is heard before the first gradient is sent, whe
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import weakref
@@ -27,6 +28,8 @@ from wholestep.errors import RankError
 from wholestep.runtime.agreement import Ranks, lost_peer, require_same, room_of
 
 _MARK_BYTES = 8
+# Instead of a mark: this rank runs nothing.
+_NOTHING = 0
 _POLL_S = 1.0
 
 
@@ -102,6 +105,16 @@ class RollCall:
         self._spoken = _Spoken(words, ranks, number, step, part, values)
         _silent[self._group] = self
 
+    def speak_of_failure(self, ranks: Ranks, step: str, number: int, error: BaseException) -> None:
+        """Tell the others that this rank runs nothing in a call; they raise, and all can go on with the next one.
+
+        Words are told apart by their order: a rank that said nothing would be a word behind from then on.
+        """
+        in_room = replace(ranks, number=0, room=self._room)
+        with contextlib.suppress(RuntimeError, RankError):  # others are gone: this rank has an error of its own
+            in_room.publish_failure(_moment(self._num_words + 1), error)
+            self._say([_NOTHING, number, 0, self._num_sent], ranks.world, f"call {number} of {step}, which failed")
+
     @property
     def has_sent(self) -> bool:
         """Whether this rank has sent something in the call that it spoke of last."""
@@ -154,7 +167,7 @@ class RollCall:
             "the calls so far whose gradients were sent (a call that raised has not)": {"calls": self._num_sent},
         }
         ranks = replace(spoken.ranks, number=0, room=self._room)
-        by_rank = ranks.exchange(f"word {self._num_words}", facts)
+        by_rank = ranks.exchange(_moment(self._num_words), facts)
         for what in facts:
             require_same(f"in one call, {what}", [each[what] for each in by_rank])
         raise RankError("ranks do not run the same call of the same step; they must call their steps in one order")
@@ -173,9 +186,10 @@ def before_sending(group: str) -> None:
 
 
 def _are_alike(words: _Words, ranks: Ranks, number: int) -> bool:
-    """Wait for the words of all ranks, and compare them. A rank that fails before it speaks says so elsewhere."""
+    """Wait for the words of all ranks, and compare them. A rank that does not come to speak says why elsewhere."""
     while not _have_come(words):
         ranks.require_none_failed(f"{number}/step")
+        ranks.require_none_asks(f"{number}/step")
     said = [word.tolist() for word in words.words]
     return all(each == said[0] for each in said)
 
@@ -189,6 +203,11 @@ def _have_come(words: _Words) -> bool:
             return False
         raise lost_peer(words.what, error) from error
     return True
+
+
+def _moment(number: int) -> str:
+    """Where ranks whose words differ say more."""
+    return f"word {number}"
 
 
 def _mark(text: str) -> int:

@@ -199,7 +199,7 @@ class StepRunner:
         """What runs the call; None if it is to run as it is: the step is refused, or eager is going to raise."""
         if self.options.on_refusal == "raise":
             try:
-                return self._choose(call)
+                return self._choose_with_others(call)
             except Raises:
                 if self.options.memory_budget is not None:
                     raise
@@ -207,7 +207,7 @@ class StepRunner:
         if self._is_refused:
             return next((one for one in self._specializations if one.check(call) is None), None)
         try:
-            return self._choose(call)
+            return self._choose_with_others(call)
         except CaptureError as error:
             self._is_refused = True
             logger.warning("%s runs in eager from now on, as it cannot be captured: %s", self._name, error)
@@ -350,6 +350,14 @@ class StepRunner:
         while isinstance(function, functools.partial):
             function = function.func
         return getattr(function, "__qualname__", type(function).__qualname__)
+
+    def _choose_with_others(self, call: Call) -> Specialization:
+        try:
+            return self._choose(call)
+        except BaseException as error:
+            if self._replicas is not None:
+                self._replicas.fail_call(self._num_attempts, error)
+            raise
 
     def _choose(self, call: Call) -> Specialization:
         """The specialisation that fits the call: the last one, another known one, or a new capture."""
