@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import operator
 import os
 import threading
 from collections.abc import Generator, Mapping, Sequence
@@ -88,6 +89,8 @@ class Checkpoints:
         self.wait()
         _refuse_reserved(state)
         ranks = self._ranks("Checkpoints.save")
+        with contextlib.suppress(TypeError):  # what is no whole number is refused on all ranks together
+            step = int(operator.index(step))
         flush_all()
         temporary, first = ranks.on_first(lambda: (self._begin(step), step))
         content = ranks.together(lambda: _content(_same(step, first, state), per_rank or {}, ranks))
@@ -164,8 +167,8 @@ class Checkpoints:
         return self._job
 
     def _begin(self, step: int) -> Path:
-        if step < 0:
-            raise CheckpointError(f"step is how many steps are finished, not {step}")
+        if type(step) is not int or step not in folders.STEPS:
+            raise CheckpointError(f"step is how many steps are finished, less than 10**18, not {step!r}")
         self._lock = self._lock or lock(self.folder)
         newest = folders.newest_step(self.folder, self._torn)
         if newest is not None and newest > step:

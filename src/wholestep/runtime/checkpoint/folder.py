@@ -34,6 +34,8 @@ MANIFEST = "manifest.json"
 _FORMAT = 1
 _MAX_MANIFEST_BYTES = 2**26
 _STEP_NAME = re.compile(r"step-(\d{8,18})(?:-(\d{1,9}))?", re.ASCII)
+STEPS = range(10**18)
+"""What a step may be, so that its folder has such a name."""
 _FILE_NAME = re.compile(r"[A-Za-z0-9_.-]{1,200}", re.ASCII)
 _WRITING, _DELETING = ".writing-", ".deleting-"
 

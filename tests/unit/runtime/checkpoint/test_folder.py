@@ -15,6 +15,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -271,6 +272,21 @@ def test_a_run_from_the_beginning_does_not_hide_behind_an_older_one(tmp_path: Pa
     save(tmp_path, 50)
     with pytest.raises(CheckpointError, match="already has a checkpoint of step 50, and this is step 10: begin with"):
         save(tmp_path, 10)
+
+
+@pytest.mark.parametrize("step", [-1, 10**18, 1.0, None, "3"])
+def test_what_cannot_be_resumed_is_not_saved(step: Any, tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match="step is how many steps are finished"):
+        save(tmp_path, step)
+    assert resumed(tmp_path) == 0
+
+
+@pytest.mark.parametrize(
+    ("step", "number"), [(True, 1), (np.int64(4), 4), (torch.tensor(3), 3), (10**18 - 1, 10**18 - 1)]
+)
+def test_whole_numbers_of_every_kind_are_steps(step: Any, number: int, tmp_path: Path) -> None:
+    wholestep.Checkpoints(tmp_path).save(step, position={"seen": number}, wait=True)
+    assert resumed(tmp_path) == number
 
 
 @pytest.mark.parametrize("keep", [0, -1])
