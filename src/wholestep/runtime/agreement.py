@@ -23,6 +23,7 @@ import torch.distributed as dist
 
 from wholestep import _ranks_torch, _torch
 from wholestep.errors import RankError
+from wholestep.runtime.job_store import JobStore
 
 logger = logging.getLogger(__name__)
 
@@ -45,7 +46,8 @@ def room_of(group: dist.ProcessGroup, what: str) -> tuple[str, int]:
     """
     if group not in _rooms:
         name = f"wholestep/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}/{group.group_name}"
-        life = _torch.group_store(group).add(f"{name}/lives/{dist.get_rank(group)}", 1)
+        with _reaching_the_store(dist.get_rank(group)):
+            life = store_of(group).add(f"{name}/lives/{dist.get_rank(group)}", 1)
         _rooms[group] = f"{name}/{life}", Counter()
     room, counts = _rooms[group]
     counts[what] += 1
@@ -145,16 +147,17 @@ class Ranks:
 
     def require_none_failed(self, moment: str) -> None:
         """Raise `RankError` if a rank is known to have failed in the call of this moment (see `failing_together`)."""
-        store = _torch.group_store(self.group)
         for rank in range(self.world):
             key = self._key(_failed(moment), rank)
-            if store.check([key]):
-                _require_value(rank, json.loads(store.get(key)))
+            with _reaching_the_store(self.rank):
+                found = self._store.get(key) if self._store.check([key]) else None
+            if found is not None:
+                _require_value(rank, json.loads(found))
 
     def require_none_asks(self, moment: str) -> None:
         """Raise `RankError`, also on ranks that wait at `exchange(moment)`, if this rank has nothing to say there."""
-        store = _torch.group_store(self.group)
-        asking = [rank for rank in range(self.world) if store.check([self._key(moment, rank)])]
+        with _reaching_the_store(self.rank):
+            asking = [rank for rank in range(self.world) if self._store.check([self._key(moment, rank)])]
         if asking and self.rank not in asking:
             text = (
                 f"rank {asking[0]} has something new to agree on in this call, and rank {self.rank} has not: what "
@@ -172,12 +175,13 @@ class Ranks:
             raise lost_peer(what, error) from error
 
     def _publish(self, moment: str, message: dict[str, Any]) -> None:
-        _torch.group_store(self.group).set(self._key(moment, self.rank), json.dumps(message))
+        with _reaching_the_store(self.rank):
+            self._store.set(self._key(moment, self.rank), json.dumps(message))
 
     def _read(self, moment: str, rank: int) -> dict[str, Any]:
-        store, started = _torch.group_store(self.group), time.monotonic()
+        started = time.monotonic()
         keys = [self._key(moment, rank), self._key(_failed(moment), rank)]
-        found = first_of(store, keys, self.timeout_s, f"waiting for rank {rank} to compile its step", self.rank)
+        found = first_of(self._store, keys, self.timeout_s, f"waiting for rank {rank} to compile its step", self.rank)
         if found is None:
             raise RankError(
                 f"rank {rank} has not compiled this step {time.monotonic() - started:.0f} s after rank {self.rank} "
@@ -186,34 +190,58 @@ class Ranks:
             )
         return json.loads(found)
 
+    @property
+    def _store(self) -> JobStore:
+        return store_of(self.group, self.timeout_s)
+
     def _key(self, moment: str, rank: int) -> str:
         return f"{self.room}/{self.name}/{self.number}/{moment}/{rank}"
 
 
-def first_of(store: Any, keys: list[str], timeout_s: float, waiting: str, rank: int) -> bytes | None:
+def store_of(group: dist.ProcessGroup, timeout_s: float | None = None) -> JobStore:
+    """The store that ranks of a group talk through; one that does not answer is waited for like a collective."""
+    timeout_s = _ranks_torch.group_timeout_s(group) if timeout_s is None else timeout_s
+    return JobStore(_torch.group_store(group), timeout_s)
+
+
+@contextlib.contextmanager
+def _reaching_the_store(rank: int) -> Generator[None]:
+    try:
+        yield
+    except dist.DistNetworkError as error:
+        raise RankError(
+            f"rank {rank} cannot reach the store that the job was started with: the rank that has it is gone, or hangs"
+        ) from error
+
+
+def first_of(store: JobStore, keys: list[str], timeout_s: float, waiting: str, rank: int) -> bytes | None:
     """The value of the first key that another rank writes, None if the time is up; `waiting` is told if it takes long.
 
     Raises `RankError` if the store is out of reach.
     """
     started, has_said_so = time.monotonic(), False
     while True:
-        try:
-            store.wait(keys[:1], timedelta(seconds=min(_POLL_S, timeout_s)))
-            return store.get(keys[0])
-        except dist.DistNetworkError as error:
-            raise RankError(
-                f"rank {rank} cannot reach the store that the job was started with: the rank that has it is gone"
-            ) from error
-        except RuntimeError:  # what stores raise when the time is up
-            written = next((key for key in keys[1:] if store.check([key])), None)
-            if written is not None:
-                return store.get(written)
+        with _reaching_the_store(rank):
+            found = _first_now(store, keys, min(_POLL_S, timeout_s))
+            if found is not None:
+                return found
             waited_s = time.monotonic() - started
             if waited_s > timeout_s:
                 return None
             if waited_s > _SAY_SO_AFTER_S and not has_said_so:
                 logger.warning("%s", waiting)
                 has_said_so = True
+
+
+def _first_now(store: JobStore, keys: list[str], wait_s: float) -> bytes | None:
+    try:
+        store.wait(keys[:1], timedelta(seconds=wait_s))
+        return store.get(keys[0])
+    except dist.DistNetworkError:
+        raise
+    except RuntimeError:  # what stores raise when the time is up
+        written = next((key for key in keys[1:] if store.check([key])), None)
+        return None if written is None else store.get(written)
 
 
 def is_due(number: int) -> bool:

@@ -9,9 +9,12 @@ over connections of its own, and is heard before the first gradient is sent, whe
 
 from __future__ import annotations
 
+import atexit
 import contextlib
+import ctypes
 import hashlib
 import json
+import time
 import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -31,6 +34,9 @@ _MARK_BYTES = 8
 # Instead of a mark: this rank runs nothing.
 _NOTHING = 0
 _POLL_S = 1.0
+_LOOK_S = 0.01
+# How long the end of a process waits for words whose ranks are late.
+_EXIT_WAITS_S = 1.0
 
 
 @dataclass(frozen=True)
@@ -87,6 +93,7 @@ class RollCall:
         self._channel = _ranks_torch.side_channel(ranks.group, self._room, _ranks_torch.group_timeout_s(ranks.group))
         self._group = ranks.name
         self._num_words = 0
+        self._under_way: list[dist.Work] = []
         self._num_sent = 0
         self._spoken: _Spoken | None = None
 
@@ -154,9 +161,18 @@ class RollCall:
         words = [torch.empty_like(mine) for _ in range(world)]
         self._num_words += 1
         try:
-            return _Words(self._channel.allgather([words], [mine]), words, what)
+            work = self._channel.allgather([words], [mine])
         except RuntimeError as error:
             raise lost_peer(what, error) from error
+        self._under_way = [*(other for other in self._under_way if not other.is_completed()), work]
+        return _Words(work, words, what)
+
+    def outlive_the_interpreter(self, deadline: float) -> None:
+        """Torch would wait at exit until words have come, which threads of C++ then drop: tensors, without Python."""
+        while any(not work.is_completed() for work in self._under_way) and time.monotonic() < deadline:
+            time.sleep(_LOOK_S)
+        if any(not work.is_completed() for work in self._under_way):
+            ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._channel))
 
     def _tell(self, spoken: _Spoken) -> None:
         """Ranks differ, and all know: say in what."""
@@ -177,6 +193,15 @@ class RollCall:
 _known: weakref.WeakKeyDictionary[dist.ProcessGroup, RollCall] = weakref.WeakKeyDictionary()
 # Those that have spoken and not sent yet, by the name of the group.
 _silent: weakref.WeakValueDictionary[str, RollCall] = weakref.WeakValueDictionary()
+
+
+def _leave() -> None:
+    deadline = time.monotonic() + _EXIT_WAITS_S
+    for roll_call in list(_known.values()):
+        roll_call.outlive_the_interpreter(deadline)
+
+
+atexit.register(_leave)
 
 
 def before_sending(group: str) -> None:

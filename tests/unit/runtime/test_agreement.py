@@ -18,7 +18,7 @@ from torch.distributed import FileStore, HashStore  # pyright: ignore[reportPriv
 
 from wholestep import _torch
 from wholestep.errors import RankError, WholestepError
-from wholestep.runtime import agreement
+from wholestep.runtime import agreement, job_store
 from wholestep.runtime.agreement import Ranks, is_due, plain, require_same
 
 Run = Callable[[Ranks], Any]
@@ -290,3 +290,49 @@ def test_what_torch_says_of_a_connection_is_shortened() -> None:
         "error. GLHF!\nException raised from here"
     )
     assert plain(error) == "Connection closed by peer [127.0.0.1]:57544"
+
+
+# A store that does not answer
+
+
+class StoppedStore:
+    """As if the process that has it were stopped: torch waits for ever, but for keys."""
+
+    def __init__(self, *, stopped: bool = True) -> None:
+        self.is_stopped = stopped
+        self._over = threading.Event()
+
+    def wait(self, keys: list[str], timeout: timedelta) -> None:
+        raise dist.DistStoreError("the time is up")
+
+    def set(self, key: str, value: str) -> None:
+        if self.is_stopped:
+            self._over.wait()
+
+    def check(self, keys: list[str]) -> bool:
+        return self._over.wait()
+
+    def release(self) -> None:
+        self._over.set()
+
+
+ASKING: dict[str, Callable[[Ranks], Any]] = {
+    "before it answers a rank": lambda ranks: ranks.exchange("facts", 1),
+    "while a word is waited for": lambda ranks: ranks.require_none_failed("1/step"),
+    "while others may agree anew": lambda ranks: ranks.require_none_asks("1/step"),
+}
+
+
+@pytest.mark.parametrize("is_stopped", [True, False])
+@pytest.mark.parametrize("name", ASKING)
+def test_a_store_that_does_not_answer(name: str, is_stopped: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = StoppedStore(stopped=is_stopped)
+    monkeypatch.setattr(_torch, "group_store", lambda group: store)
+    monkeypatch.setattr(agreement, "_POLL_S", 0.05)
+    monkeypatch.setattr(job_store, "_LEAST_S", 0.2)
+    started = time.monotonic()
+    for _ in range(2):
+        with pytest.raises(RankError, match=r"rank 0 cannot reach the store .* is gone, or hangs"):
+            ASKING[name](ranks_of(2, timeout_s=0.2)[0])
+    assert time.monotonic() - started < 2
+    store.release()

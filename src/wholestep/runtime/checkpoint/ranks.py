@@ -17,9 +17,9 @@ from typing import Any, TypeVar, cast
 
 import torch.distributed as dist
 
-from wholestep import _ranks_torch, _torch
+from wholestep import _ranks_torch
 from wholestep.errors import CheckpointError, RankError
-from wholestep.runtime.agreement import first_of, room_of
+from wholestep.runtime.agreement import first_of, room_of, store_of
 
 logger = logging.getLogger(__name__)
 
@@ -105,10 +105,11 @@ def meet(what: str) -> None:
         return
     job = dist.group.WORLD
     assert job is not None
-    room, number = room_of(job, "checkpoints")
-    store, own = _torch.group_store(job), dist.get_rank()
-    place = f"{room}/checkpoints/{number}"
-    store.set(f"{place}/{own}", what)
+    own = dist.get_rank()
+    with _telling():
+        room, number = room_of(job, "checkpoints")
+        store, place = store_of(job), f"{room}/checkpoints/{number}"
+        store.set(f"{place}/{own}", what)
     for rank in range(dist.get_world_size()):
         waiting = f"{what} waits for rank {rank}: all ranks have to call it, not only rank 0"
         try:
@@ -150,5 +151,5 @@ def warn_of_the_dead() -> None:
 def _telling() -> Generator[None]:
     try:
         yield
-    except RuntimeError as error:
+    except (RuntimeError, RankError) as error:
         raise CheckpointError(f"another rank is gone, or does not take part in this checkpoint: {error}") from error

@@ -15,11 +15,10 @@ from collections.abc import Generator, Mapping
 from typing import Any
 
 import torch.distributed as dist
-from torch.distributed import Store  # pyright: ignore[reportPrivateImportUsage]
 
-from wholestep import _torch
 from wholestep.errors import RankError
-from wholestep.runtime.agreement import Ranks, difference
+from wholestep.runtime.agreement import Ranks, difference, store_of
+from wholestep.runtime.job_store import JobStore
 
 _NUM_KEPT = 4
 _FIRST_PAUSE_S, _LAST_PAUSE_S = 1e-3, 0.1
@@ -110,8 +109,8 @@ class Calls:
         return {one["number"]: one["facts"] for one in json.loads(self._store.get(self._key(rank)))}
 
     @property
-    def _store(self) -> Store:
-        return _torch.group_store(self.ranks.group)
+    def _store(self) -> JobStore:
+        return store_of(self.ranks.group, self.timeout_s)
 
     def _key(self, rank: int) -> str:
         return f"{self.ranks.room}/pipeline/{self.ranks.number}/calls/{rank}"

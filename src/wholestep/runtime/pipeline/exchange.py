@@ -16,6 +16,7 @@ from wholestep.errors import PipelineError, RankError
 from wholestep.pipe.cut import CutGraph
 from wholestep.pipe.schedule import Action, Schedule
 from wholestep.runtime.agreement import lost_peer, plain, room_of
+from wholestep.runtime.job_store import JobStore
 from wholestep.runtime.pipeline.calls import Calls
 from wholestep.runtime.pipeline.failures import Alarm, Watch, between_ranks, error_of, sentence
 from wholestep.runtime.pipeline.links import Link, Links
@@ -71,7 +72,7 @@ class ProcessExchange:
         self._works: list[Any] = [None] * len(traffic.messages)
         self._buffers: list[Any] = [None] * len(traffic.messages)
         self._failure: str | None = None
-        self._alarm = Alarm(store, room)
+        self._alarm = Alarm(JobStore(store, timeout_s), room)
         self._watch = Watch(self._alarm, self._links.abort, self._difference)
         weakref.finalize(self, self._watch.stop)
 

@@ -19,6 +19,7 @@ from torch.distributed import Store  # pyright: ignore[reportPrivateImportUsage]
 
 from wholestep.errors import PipelineError, RankError, WholestepError
 from wholestep.pipe.schedule import Action
+from wholestep.runtime.job_store import JobStore
 
 _POLL_S = 0.25
 _COMPARE_S = 1.0
@@ -34,7 +35,7 @@ class Alarm:
     `room` names the ranks that are counted when they have heard it.
     """
 
-    def __init__(self, store: Store, room: str) -> None:
+    def __init__(self, store: Store | JobStore, room: str) -> None:
         self._store = store
         self._count = f"heard/{room}"
         self._heard: str | None = None
