@@ -27,7 +27,7 @@ from torch.optim import SGD, Optimizer
 from torch.utils.data import DataLoader, Dataset
 
 import wholestep
-from wholestep.errors import RankError
+from wholestep.errors import CheckpointError, RankError
 from wholestep.runtime import data_parallel
 
 pytestmark = pytest.mark.distributed
@@ -230,7 +230,20 @@ def test_a_rank_that_has_skipped_a_call_sends_nothing_more(moved: str) -> None:
     assert run_ranks(_skip_a_batch_on_one_rank, 2, moved) == ["RankError", "RankError"]
 
 
-def _lose_an_update_and_train_another_model() -> list[float]:
+def _save_both(folder: Path, lost: nn.Module, other: nn.Module) -> list[str]:
+    """A checkpoint of each model, and what all ranks are told."""
+    told: list[str] = []
+    for step, model in enumerate((other, lost), 1):
+        try:
+            wholestep.Checkpoints(folder).save(step, model=model, wait=True)
+            told.append("")
+        except CheckpointError as error:
+            told.append(str(error))
+    wholestep.load_checkpoint(folder / "step-00000001", model=other)
+    return told
+
+
+def _lose_an_update_and_train_another_model(folder: Path) -> tuple[list[float], list[str]]:
     """Rank 1 leaves after three calls, so that the last update of rank 0 can never come."""
     training = Training()
     local: Any = wholestep.compile(count)
@@ -238,7 +251,7 @@ def _lose_an_update_and_train_another_model() -> list[float]:
         training.step()
     if dist.get_rank() == 1:
         training.compiled.flush()
-        return [1.0, 2.0, 3.0]
+        return [1.0, 2.0, 3.0], _save_both(folder, training.model, Counters())
     waiting = training.compiled._current.rotation.pending
     journal = waiting.begin(waiting._flush)
     journal.tries[min(journal.tries)].append(None)  # as if it had been waited for in vain
@@ -252,10 +265,15 @@ def _lose_an_update_and_train_another_model() -> list[float]:
         found.append(float(other.counters[0].detach()[0]))
     with pytest.raises(RankError, match=r"the update of call 3 of \w+ is missing"):
         local(training.model, training.optimizer, torch.ones(300))
+    told = _save_both(folder, training.model, other)
     journal.tries[min(journal.tries)].clear()
     training.compiled.flush()
-    return found
+    return found, told
 
 
-def test_a_lost_update_is_told_to_those_who_need_it_only() -> None:
-    assert run_ranks(_lose_an_update_and_train_another_model, 2) == [[1.0, 2.0, 3.0]] * 2
+def test_a_lost_update_is_told_to_those_who_need_it_only(tmp_path: Path) -> None:
+    """Others can be trained, saved and loaded: who goes on from a checkpoint may do so beside what is lost."""
+    for found, (saved, told) in run_ranks(_lose_an_update_and_train_another_model, 2, tmp_path):
+        assert found == [1.0, 2.0, 3.0]
+        assert saved == ""
+        assert "the update of call 3 of " in told

@@ -357,16 +357,17 @@ class Pending:
 
 
 def flush_all() -> None:
-    """Apply everything that waits in this process."""
+    """Apply everything that waits in this process and can be applied.
+
+    What cannot be is no concern of those who do not read it; those who do are told then.
+    """
     for pending in list(_waiting):
-        pending.settle()
+        with contextlib.suppress(WholestepError):
+            pending.settle()
 
 
 def flush_others(but: Pending | None) -> None:
-    """Apply everything that waits in this process except one, and except what other threads are busy with.
-
-    What cannot be applied is no concern of those who do not read it; those who do are told then.
-    """
+    """The same except one, and except what other threads are busy with."""
     for pending in list(_waiting):
         if pending is not but:
             with contextlib.suppress(WholestepError):
