@@ -202,7 +202,7 @@ def _capture(call: _Call) -> Capture:
     with blank.where_made(_tensors(call.found, args, kwargs)):
         call, module, result = _trace_until_complete(call)
     graph, asked = build.build_graph(module, call.session, result, call.bindings)
-    indifferent = _indifferent_parameters(call)
+    indifferent = _indifferent_parameters(call, graph)
     graph.accumulating = _accumulating(call, indifferent)
     return Capture(
         graph=graph,
@@ -488,6 +488,7 @@ def _lift_gradients(call: _Call) -> None:
         slot = Slot(SlotKind.GRAD, lifted.slot.name)
         call.bindings[slot.id] = grad_binding
         if lifted.real.grad is not None:
+            call.session.refuse_known(lifted.real.grad, slot)
             is_dynamic = isinstance(where, binding.Argument) and where.index in call.dynamic_leaves
             lifted.twin.grad = call.session.lift(lifted.real.grad, slot, (0,) if is_dynamic else ())
 
@@ -498,7 +499,7 @@ def _lent_optimizer(call: _Call, name: str, optimizer: Optimizer) -> contextlib.
     def lift_state(parameter: torch.Tensor, key: str, value: Any) -> Any:
         slot = Slot(SlotKind.STATE, call.parameter_names[id(parameter)], f"{name}.{key}" if several else key)
         if isinstance(value, torch.Tensor):
-            return _lift(call, value, slot, binding.StateOf(optimizer, parameter, key))
+            value = _lift(call, value, slot, binding.StateOf(optimizer, parameter, key))
         path = (Rooted(optimizer), (Step.ATTRIBUTE, "state"), (Step.ITEM, parameter), (Step.ITEM, key))
         if type(value) in (int, float) and path not in call.fixed:
             value = call.recorder.ledger.steady_leaf(value, path)
@@ -569,9 +570,11 @@ def _module_names(found: Reachable) -> dict[int, str]:
     return names
 
 
-def _indifferent_parameters(call: _Call) -> tuple[torch.Tensor, ...]:
-    session = call.session
-    return tuple(p.real for p in session.parameters if id(p.twin) in session.cleared_first)
+def _indifferent_parameters(call: _Call, graph: StepGraph) -> tuple[torch.Tensor, ...]:
+    """Whose gradient was cleared first, unless it is read nonetheless: somebody has kept it."""
+    cleared, inputs = call.session.cleared_first, graph.placeholders()
+    known = [p for p in call.session.parameters if id(p.twin) in cleared]
+    return tuple(p.real for p in known if Slot(SlotKind.GRAD, p.slot.name).id not in inputs)
 
 
 def _accumulating(call: _Call, indifferent: tuple[torch.Tensor, ...]) -> frozenset[str]:

@@ -140,6 +140,15 @@ class Session:
         self.lifted[node.name] = Lifted(slot, node, real, twin)
         return twin
 
+    def refuse_known(self, gradient: torch.Tensor, slot: Slot) -> None:
+        """A gradient that is another input as well: eager adds to it in place, or does not, as the backward goes."""
+        known = self.recorder.twins.pair(gradient)
+        if known is not None and known.kind is not SlotKind.GRAD:
+            raise CaptureError(
+                f"{slot.id} and {known.kind.value}.{known.name} are one tensor",
+                advice="Clone one of the two, or clear the gradient before the step",
+            )
+
     def _lift_tensor(self, real: torch.Tensor, slot: Slot, dynamic_dims: tuple[int, ...]) -> tuple[Any, fx.Node]:
         if type(real) not in _PLAIN_TYPES and not blank.is_blank(real):
             raise CaptureError(

@@ -5,8 +5,9 @@ Checks run on every call, so they compare prepared tuples and leave the search f
 
 from __future__ import annotations
 
+import functools
 import operator
-from collections.abc import Callable, Container
+from collections.abc import Callable, Container, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,10 +17,10 @@ from torch.optim import Optimizer
 
 from wholestep import _recording_torch, _torch, _waiting_torch
 from wholestep.capture import Capture, discover, tree
-from wholestep.capture.binding import Argument, AtPlace, FixedTensor
+from wholestep.capture.binding import Argument, AtPlace, Binding, BufferOf, DrawnTensor, FixedTensor, NumberOf, StateOf
 from wholestep.capture.capture import argument_paths
 from wholestep.capture.record import Contents, Difference, Watch
-from wholestep.capture.record.places import Step, is_plain, same
+from wholestep.capture.record.places import Step, find, is_plain, same, tensor_places
 from wholestep.capture.switches import GRAD_MODES, SWITCHES
 from wholestep.graph import SlotKind
 from wholestep.runtime.owner_guards import (
@@ -60,13 +61,20 @@ class Call:
 
 def make_guards(capture: Capture, call: Call, watch: Watch, when_rebound: Callable[[], None]) -> list[Check]:
     """All guards of a fresh capture, taken from the state of the world right now; see `make_owner_guards`."""
+    memory = _MemoryGuard(capture)
+
+    def settle() -> None:
+        memory.when_rebound()
+        when_rebound()
+
     return [
         _arguments_guard(capture, call),
         _environment_guard(),
         _library_guard(watch),
-        *make_owner_guards(capture, watch, when_rebound),
+        *make_owner_guards(capture, watch, settle),
         _argument_gradients_guard(capture, call),
-        _memory_guard(capture),
+        _same_tensors_guard(capture, call),
+        memory,
     ]
 
 
@@ -93,7 +101,7 @@ def _arguments_guard(capture: Capture, call: Call) -> Check:
     tensors = [isinstance(leaf, torch.Tensor) for leaf in call.leaves]
     # What the step reads of dicts and lists has been noted: names of files, that nobody reads, may change.
     is_read_as_item = [len(way) > 3 and all(step is Step.ITEM for step, _ in way[2:]) for way in ways]
-    known = {id(where.tensor) for where in capture.bindings.values() if isinstance(where, FixedTensor)}
+    known = [where.tensor for where in capture.bindings.values() if isinstance(where, FixedTensor)]
     places = first_places(call.leaves, known)
     batch_sizes = _BatchSizes(capture) if dynamic else None
 
@@ -130,18 +138,89 @@ def _arguments_guard(capture: Capture, call: Call) -> Check:
     return check
 
 
-def _memory_guard(capture: Capture) -> Check:
-    """No tensor that comes from elsewhere at each call lies in memory of which the step writes something.
+def _same_tensors_guard(capture: Capture, call: Call) -> Check:
+    """One tensor that was found in several places is one slot, and the graph reads it where the slot is bound.
 
-    At capture that is refused. A tensor that alone has its memory needs no further look.
+    So an argument may have been a buffer, or what the user keeps in an object the gradient of the call before. Among
+    themselves arguments, objects, and buffers and state are compared elsewhere.
     """
-    moving = [where for where in capture.bindings.values() if isinstance(where, (Argument, AtPlace))]
+    bound = {id(where.read(call.leaves)): (slot_id, where) for slot_id, where in _tensors_bound(capture)}
+    found: list[tuple[str, Callable[[Call], Any], tuple[str, Binding]]] = []
+    for index, leaf in enumerate(call.leaves):
+        slot = bound.get(id(leaf))
+        if slot is not None and not isinstance(slot[1], Argument):
+            found.append((call.path(index), functools.partial(_leaf, index), slot))
+    for place in tensor_places(capture.recording.roots):
+        if id(place.value) in bound:
+            found.append((str(place), functools.partial(find, place.path), bound[id(place.value)]))
+    for name, where in _all_rebindable(capture):
+        slot = bound.get(id(where.read(call.leaves)))
+        if slot is not None and not isinstance(slot[1], (BufferOf, StateOf)):
+            found.append((name, functools.partial(_bound, where), slot))
 
     def check(now: Call) -> str | None:
-        is_alone = not any(_may_share_memory(where.read(now.leaves)) for where in moving)
-        return None if is_alone else shared_memory(capture, now.leaves)
+        for name, look, (slot_id, where) in found:
+            if look(now) is not where.read(now.leaves):
+                return f"'{name}' and {slot_id} are not one tensor any more"
+        return None
 
     return check
+
+
+def _leaf(index: int, now: Call) -> Any:
+    return now.leaves[index]
+
+
+def _bound(where: Binding, now: Call) -> Any:
+    return where.read(now.leaves)
+
+
+def _all_rebindable(capture: Capture) -> Iterator[tuple[str, Binding]]:
+    """Buffers and entries of state, be they slots of their own or not."""
+    for name, root in capture.found.modules.items():
+        for path, module in root.named_modules():
+            yield from ((f"{path or name}.{key}", BufferOf(module, key)) for key in _torch.own_buffers(module))
+    for name, optimizer in capture.found.optimizers.items():
+        for parameter, entries in optimizer.state.items():
+            yield from ((f"'{key}' in the state of {name}", StateOf(optimizer, parameter, key)) for key in entries)
+
+
+def _tensors_bound(capture: Capture) -> Iterator[tuple[str, Binding]]:
+    """The inputs of a graph that are tensors which somebody else than the step has, but for those in user's objects."""
+    for slot_id in capture.graph.placeholders():
+        where = capture.bindings[slot_id]
+        if not isinstance(where, (NumberOf, DrawnTensor, AtPlace)):
+            yield slot_id, where
+
+
+class _MemoryGuard:
+    """No tensor that comes from elsewhere at each call lies in memory of which the step writes something.
+
+    At capture that is refused. A tensor that alone has its memory, and is found only once, needs no further look.
+    """
+
+    def __init__(self, capture: Capture) -> None:
+        self._capture = capture
+        self._moving = [where for where in capture.bindings.values() if isinstance(where, (Argument, AtPlace))]
+        self._staying = [
+            where for _, where in _tensors_bound(capture) if isinstance(where, (FixedTensor, BufferOf, StateOf))
+        ]
+        self._ids: set[int] | None = None
+
+    def when_rebound(self) -> None:
+        """Other buffers or optimizer state are there now."""
+        self._ids = None
+
+    def __call__(self, now: Call) -> str | None:
+        values = [where.read(now.leaves) for where in self._moving]
+        is_alone = len({*map(id, values)}) == len(values) and not any(map(_may_share_memory, values))
+        return None if is_alone and self._is_new(values) else shared_memory(self._capture, now.leaves)
+
+    def _is_new(self, values: list[Any]) -> bool:
+        """Whether none of some tensors is a parameter, a buffer or state."""
+        if self._ids is None:
+            self._ids = {id(where.read([])) for where in self._staying}
+        return self._ids.isdisjoint(map(id, values))
 
 
 def _may_share_memory(value: Any) -> bool:

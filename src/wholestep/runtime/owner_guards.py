@@ -74,11 +74,11 @@ def type_difference(expected: tuple[Any, ...], found: tuple[Any, ...]) -> str:
     return next(f"{name} {old} -> {new}" for name, old, new in zip(names, expected, found, strict=True) if old != new)
 
 
-def first_places(leaves: Iterable[Any], known: set[int]) -> list[int]:
-    """For each tensor leaf: the first leaf that is the same object, or -1 if it is a parameter or constant."""
-    first: dict[int, int] = {}
+def first_places(leaves: Iterable[Any], known: Iterable[torch.Tensor] = ()) -> list[int]:
+    """For each tensor leaf: the first leaf that is the same object, or which of the `known` tensors it is (-1, ...)."""
+    first = {id(tensor): -1 - index for index, tensor in enumerate(known)}
     tensors = [(index, id(leaf)) for index, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
-    return [-1 if key in known else first.setdefault(key, index) for index, key in tensors]
+    return [first.setdefault(key, index) for index, key in tensors]
 
 
 def shared_memory(capture: Capture, leaves: list[Any] | None = None) -> str | None:
@@ -273,7 +273,7 @@ def _paired(old: Any, new: Any) -> list[tuple[tuple[Any, ...], Any, Any]]:
 
 def _shared_rates(optimizer: Optimizer) -> list[int]:
     """For each group whose learning rate is a tensor: the first group with the same one."""
-    return first_places([group.get("lr") for group in optimizer.param_groups], set())
+    return first_places([group.get("lr") for group in optimizer.param_groups])
 
 
 def _parameters_guard(capture: Capture, watch: Watch) -> OwnerCheck:
@@ -344,6 +344,11 @@ class _State:
             for entries in self._entries
         ]
 
+    def values(self) -> list[Any]:
+        """All that is kept, in order."""
+        states = [state for entries in self._entries for state in entries.values() if isinstance(state, dict)]
+        return [value for state in states for value in state.values()]
+
     def read(self, where: StateOf) -> Any:
         index = next(index for index, one in enumerate(self._optimizers) if one is where.optimizer)
         return self._entries[index][id(where.parameter)][where.key]
@@ -363,7 +368,11 @@ def _rebindable_guard(capture: Capture, watch: Watch, when_rebound: Callable[[],
     def read() -> list[Any]:
         return [state.read(where) if isinstance(where, StateOf) else where.read([]) for where in bindings]
 
-    values = read()
+    def which_are_one() -> list[int]:
+        """Of all buffers and entries of state, as one tensor is one slot."""
+        return first_places([value for own in buffers.dicts() for value in own.values()] + state.values())
+
+    values, ones = read(), which_are_one()
     kinds = [isinstance(value, torch.Tensor) or type(value) for value in values]
     tensors = [value for value in values if isinstance(value, torch.Tensor)]
     num_buffers = sum(slot.kind is SlotKind.BUFFER for slot in slots)
@@ -385,8 +394,8 @@ def _rebindable_guard(capture: Capture, watch: Watch, when_rebound: Callable[[],
             slot = next(slot for slot, old, new in zip(slots, kinds, now, strict=True) if old != new)
             return f"{slot.id} was a tensor before and is none now, or the other way round"
         tensors = [value for value in values if isinstance(value, torch.Tensor)]
-        if len({*map(id, tensors)}) < len(tensors):
-            return "two buffers or entries of optimizer state are one tensor now"
+        if which_are_one() != ones:
+            return "two buffers or entries of optimizer state are one tensor now, or one has become two"
         if (difference := shared_memory(capture)) is not None:
             return difference
         buffer_types.tensors, state_types.tensors = tensors[:num_buffers], tensors[num_buffers:]

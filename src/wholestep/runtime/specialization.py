@@ -75,11 +75,11 @@ class Specialization:
                 difference = question(call)
                 if difference is not None:
                     return Difference(str(difference))
-        self.capture.recording.current.call = call
         return self.compute_numbers(call)
 
     def check_without_values(self, call: Call) -> Difference | None:
         """The same, but for what the step looks at in tensors, and the numbers."""
+        self.capture.recording.current.call = call
         with _waiting_torch.past_traps():  # to look at a tensor's type is not to look at its value
             self._watch.begin()
             for guard in self._guards:

@@ -25,7 +25,7 @@ import enum
 import functools
 import types
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any
@@ -221,6 +221,16 @@ def find(path: tuple[Any, ...], arguments: Any) -> Any:
             return ABSENT
         value = take(value, step, key)
     return value
+
+
+def tensor_places(roots: Iterable[Place]) -> Iterator[Place]:
+    """The places, from some roots on, at which tensors were found."""
+    pending = [*roots]
+    while pending:
+        place = pending.pop()
+        pending += place.children.values()
+        if place.expectation is Expectation.TENSOR:
+            yield place
 
 
 def put(path: tuple[Any, ...], value: Any, arguments: Any) -> Callable[[], None]:
