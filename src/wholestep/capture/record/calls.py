@@ -109,7 +109,7 @@ def choose(recorder: Recorder, function: Any, args: tuple[Any, ...], kwargs: dic
             recorder.read_bound(found)
         return function
     recorder.follow_operators(function)
-    recorder.follow_all(vars(kind).get("__call__"))
+    classes.read_from_class(recorder, kind, "__call__")
     _give(recorder, args, kwargs)
     return function
 
@@ -265,6 +265,8 @@ def _builtin(recorder: Recorder, function: Any, args: tuple[Any, ...], kwargs: d
         return function
     if isinstance(owner, type):
         recorder.follow_class(owner)
+        if function.__name__ == "__subclasses__":
+            return functools.partial(recorder.asked_again, function)
     if isinstance(owner, type) or is_plain(owner) or isinstance(owner, torch.Tensor):
         _give(recorder, args, kwargs)
         return function
@@ -480,7 +482,7 @@ def _isinstance(recorder: Recorder, function: Any, args: tuple[Any, ...], _kwarg
         if getattr(cls, "_is_protocol", False):
             classes.read_protocol(recorder, args[0], cls)
     if recorder.place_of(args[0]) is not None and type(args[1]) is abc.ABCMeta:  # to which classes may be added
-        return lambda *args: recorder.asked_again(function, args)
+        return functools.partial(recorder.asked_again, function)
     return function
 
 

@@ -250,7 +250,7 @@ def _log(recorder: Recorder, method: Any, args: tuple[Any, ...], kwargs: dict[st
         recorder.follow(method.__func__)
         return method
     if name in ("isEnabledFor", "getEffectiveLevel", "hasHandlers"):
-        return lambda *args: recorder.asked_again(method, args)
+        return functools.partial(recorder.asked_again, method)
     if name == "getChild":
         return method
     if kwargs.get("exc_info") or kwargs.get("stack_info") or name == "exception":

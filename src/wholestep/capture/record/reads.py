@@ -88,6 +88,8 @@ def find_attribute(recorder: Recorder, owner: Any, name: str, place: Place | Non
     namespace = recorder.namespace_of(owner)
     if place is None:
         recorder.follow_operators(owner)
+        if namespace is not None and recorder.place_of(namespace) is not None:  # `self.__dict__ = shared`
+            recorder.read_item(namespace, name)
         if namespace is None or name not in namespace:
             read_from_class(recorder, type(owner), name)
         return
@@ -106,6 +108,7 @@ def find_attribute(recorder: Recorder, owner: Any, name: str, place: Place | Non
     else:
         if namespace is not None:
             recorder.read_item(namespace, name)
+        read_from_class(recorder, type(owner), name)  # what its class may get hides what `__getattr__` finds
         getter = class_member(type(owner), "__getattr__")
         recorder.follow_all(getter)
         if getter in (dict.__getitem__, dict.get):
@@ -113,7 +116,6 @@ def find_attribute(recorder: Recorder, owner: Any, name: str, place: Place | Non
         elif not isinstance(getter, FunctionType):
             recorder.read_deep(owner)
             refuse_hidden_state(recorder, owner)
-            read_from_class(recorder, type(owner), name)
 
 
 def read_from_namespace(recorder: Recorder, namespace: dict[str, Any], label: str, name: str) -> None:
@@ -193,6 +195,8 @@ def write_attribute(recorder: Recorder, owner: Any, name: str) -> None:
                 recorder.wrote(namespace, name)
         else:
             refuse_hidden_state(recorder, owner)
+    elif (namespace := recorder.namespace_of(owner)) is not None:
+        recorder.wrote(namespace, name)  # the step's own, unless it has given its object a dict from outside
     recorder.follow_operators(owner)
 
 
@@ -209,6 +213,8 @@ def read_subscript(recorder: Recorder, owner: Any, key: Any) -> None:
         recorder.identify(key)
         recorder.read_item(owner, key)
         if hasattr(type(owner), "__missing__"):  # looking may write
+            if isinstance(owner, collections.defaultdict) and key not in owner:
+                recorder.read_slot(owner, "default_factory")
             recorder.follow_all(getattr(owner, "default_factory", None))
             recorder.about_to_change(owner)
     elif isinstance(owner, (list, tuple, collections.deque)) and type(key) is int:

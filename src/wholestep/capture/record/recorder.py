@@ -377,7 +377,7 @@ class Recorder:
             frame = frame.f_back
         return frame
 
-    def asked_again(self, function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+    def asked_again(self, function: Callable[..., Any], *args: Any) -> Any:
         """What a function says that looks at the process: it is asked at each call, and expected to say the same."""
         result = function(*args)
         self.root(function)
@@ -471,6 +471,7 @@ class Recorder:
         self._alive.append(module)
         if id(module) not in self.known_modules and id(module) in self._places:
             raise Missed(module)
+        self.read_attribute(type(module), "__call__")
         self.read_attribute(module, "forward")
         self.follow_operators(module)
         for name, hooks in vars(module).items():
