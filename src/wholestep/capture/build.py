@@ -9,7 +9,7 @@ from torch import fx
 
 from wholestep import _torch
 from wholestep._recording_torch import REQUIRE
-from wholestep.capture.binding import Binding, NumberOf
+from wholestep.capture.binding import Binding, FixedTensor, NumberOf
 from wholestep.capture.collect import Collected
 from wholestep.capture.overlap import array_span, first_overlap, span
 from wholestep.capture.questions import Asked
@@ -47,6 +47,7 @@ def build_graph(
     step_graph = StepGraph(module, {node.name: lifted[node.name].slot for node in inputs}, session.fake_mode)
     _refuse_aliased_updates(step_graph, lifted)
     _refuse_arrays_in_use(step_graph, lifted, session, collected)
+    _copy_from_arrays(step_graph, session, bindings)
     step_graph.eliminate_dead_code()
     step_graph.verify()
     _refuse_early_writes(step_graph)
@@ -170,6 +171,21 @@ _ONE_TYPE = frozenset(
         aten.convolution.default,
     }
 )
+
+
+def _copy_from_arrays(graph: StepGraph, session: Session, bindings: dict[str, Binding]) -> None:
+    """Let constants in the memory of arrays have memory of their own.
+
+    A guard compares what an array holds: an equal one may stand there, while that memory holds something else.
+    """
+    arrays = [array_span(str(place), array) for array, place in session.recorder.arrays if array.size]
+    for slot in graph.slots_of_kind(SlotKind.CONSTANT) if arrays else ():
+        where = bindings[slot.id]
+        if not isinstance(where, FixedTensor):
+            continue
+        found = span(slot.id, where.tensor)
+        if found is not None and first_overlap([found, *arrays], {slot.id}) is not None:
+            bindings[slot.id] = FixedTensor(where.tensor.clone())
 
 
 def _refuse_mixed_types(graph: StepGraph) -> None:

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import pytest
 from tests.unit.capture.test_stale_reads import all_of, outcome_of
 from tests.unit.capture.test_unseen import STATE, Case
 
@@ -43,3 +44,54 @@ CASES = [
 @all_of(CASES)
 def test_a_name_that_is_found_elsewhere_later(case: Case) -> None:
     outcome_of(case)
+
+
+# Tuples of classes
+
+KINDS = "KINDS = (int,)\nclass A: pass\nclass B: pass\n"
+TRIED = """
+try:
+    try: s = k.h["a"]
+    except KINDS: s = 2.0
+except Exception: s = 3.0
+loss = loss * s
+"""
+CLASSES = [
+    Case("isinstance", KINDS, loss="loss = loss * (2 if isinstance(1, KINDS) else 3)", changes=("KINDS = (str,)", "KINDS = (str, (float, int))")),
+    Case("isinstance of layers", KINDS, loss="loss = loss * (2 if isinstance(model.first, KINDS) else 3)", changes=("KINDS += (nn.Linear,)", "KINDS = (nn.Tanh,)")),
+    Case("issubclass", KINDS, loss="loss = loss * (2 if issubclass(A, KINDS) else 3)", changes=("KINDS = (B, A)", "KINDS = (B,)")),
+    Case("except", f"{STATE}KINDS = (KeyError,)\n", loss=TRIED, changes=("KINDS = (IndexError,)", "KINDS = (IndexError, LookupError)")),
+]  # fmt: skip
+
+
+@all_of(CLASSES)
+def test_a_tuple_of_classes_that_changes(case: Case) -> None:
+    assert outcome_of(case).captures == 3
+
+
+# Arrays
+
+ARRAY = "A = np.ones(3)\nold = A\n"
+OTHER = ("A = np.ones(3) * 5", "old[:] = 9; A = np.ones(3)")
+"""An equal array comes back, while the memory of the first one holds something else."""
+
+
+@pytest.mark.parametrize("read", ["from_numpy(A)", "as_tensor(A)", "asarray(A)", "frombuffer(A, dtype=torch.float64)"])
+def test_an_equal_array_in_other_memory(read: str) -> None:
+    case = Case("array", ARRAY, loss=f"loss = loss * torch.{read}.float().sum()", changes=OTHER)
+    assert outcome_of(case).captures == 2
+
+
+@pytest.mark.parametrize("function", ["from_numpy", "as_tensor", "asarray"])
+def test_to_write_to_an_array_as_a_tensor_is_refused(function: str) -> None:
+    outcome_of(Case("array", ARRAY, after=f"torch.{function}(A).add_(1)", refused="both as NumPy array"))
+
+
+def test_the_default_device_of_tensors_made_of_arrays() -> None:
+    device = "with torch.device('meta'): k.d = str(torch.as_tensor(A).device)"
+    outcome_of(Case("array", ARRAY + STATE, after=device))
+
+
+def test_functions_of_numpy_that_draw_and_are_no_methods() -> None:
+    drawn = "np.random.seed(0)\nloss = loss * np.random.rand() * np.random.sample() * np.random.ranf()"
+    assert outcome_of(Case("draws", loss=drawn, changes=("np.random.seed(5)", ""))).captures == 1

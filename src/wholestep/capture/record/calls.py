@@ -452,9 +452,14 @@ def _identity_of(recorder: Recorder, function: Any, args: tuple[Any, ...], _kwar
 
 def _for_real(recorder: Recorder, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """`torch.from_numpy`: a tensor in the array's own memory, which the trace must not stand in for."""
-    _give(recorder, args, kwargs, is_kept=True)
+    is_array = any(isinstance(arg, np.ndarray) for arg in (*args, *kwargs.values()))
+    _give(recorder, args, kwargs, is_kept=is_array)
+    if not is_array:
+        return function
 
     def call(*args: Any, **kwargs: Any) -> Any:
+        if function in (torch.as_tensor, torch.asarray) and len(args) < 3:
+            kwargs = {"device": torch.get_default_device(), **kwargs}  # which is a mode, too
         with _recording_torch.untraced():
             return function(*args, **kwargs)
 
@@ -476,6 +481,7 @@ def _type(recorder: Recorder, function: Any, args: tuple[Any, ...], _kwargs: dic
 
 
 def _isinstance(recorder: Recorder, function: Any, args: tuple[Any, ...], _kwargs: dict[str, Any]) -> Any:
+    whole.read_reached(recorder, args[1])  # which may be a tuple
     if standins.is_number(args[0]):
         return functools.partial(standins.is_instance, recorder)
     for cls in args[1] if isinstance(args[1], tuple) else typing.get_args(args[1]) or (args[1],):
@@ -483,6 +489,11 @@ def _isinstance(recorder: Recorder, function: Any, args: tuple[Any, ...], _kwarg
             classes.read_protocol(recorder, args[0], cls)
     if recorder.place_of(args[0]) is not None and type(args[1]) is abc.ABCMeta:  # to which classes may be added
         return functools.partial(recorder.asked_again, function)
+    return function
+
+
+def _is_subclass(recorder: Recorder, function: Any, args: tuple[Any, ...], _kwargs: dict[str, Any]) -> Any:
+    whole.read_reached(recorder, args[1])
     return function
 
 
@@ -534,13 +545,13 @@ BUILTINS: dict[Any, Handler] = {
     next: _next,
     id: _identity_of,
     hash: _identity_of,
-    torch.from_numpy: _for_real,
+    **dict.fromkeys((torch.from_numpy, torch.as_tensor, torch.asarray, torch.frombuffer), _for_real),
     torch.Tensor.__deepcopy__: _copied,
     nn.Parameter.__deepcopy__: _copied,
     nn.Module.train: _train,
     nn.Module.eval: _train,
     isinstance: _isinstance,
-    issubclass: _quiet,
+    issubclass: _is_subclass,
     callable: _quiet,
     super: _quiet,
     type: _type,

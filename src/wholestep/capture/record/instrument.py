@@ -53,6 +53,8 @@ _OPERANDS: dict[str, tuple[str, int]] = {
     "JUMP_IF_TRUE_OR_POP": ("truth", 1),
     "JUMP_IF_FALSE_OR_POP": ("truth", 1),
     "PUSH_EXC_INFO": ("handled", 1),
+    "CHECK_EXC_MATCH": ("compared_class", 1),
+    "CHECK_EG_MATCH": ("compared_class", 1),
 }
 # Hook, operands and what else it is told, for instructions that name something.
 _NAMED: dict[str, tuple[str, int]] = {
@@ -136,8 +138,6 @@ _INERT = frozenset(
         "KW_NAMES",
         "POP_EXCEPT",
         "RERAISE",
-        "CHECK_EXC_MATCH",
-        "CHECK_EG_MATCH",
         "PREP_RERAISE_STAR",
         "RAISE_VARARGS",
         "LOAD_ASSERTION_ERROR",

@@ -252,6 +252,12 @@ def _handled(recorder: Recorder, error: BaseException) -> None:
 
 
 @_hook(0)
+def _compared_class(recorder: Recorder, classes: Any) -> None:
+    """`except classes`, which may be a tuple."""
+    whole.read_reached(recorder, classes)
+
+
+@_hook(0)
 def _global_name(recorder: Recorder, name: str) -> None:
     namespace = _caller_globals()
     reads.read_from_namespace(recorder, namespace, namespace.get("__name__", ""), name)

@@ -151,6 +151,12 @@ def _draw(recorder: Recorder, function: Any, args: tuple[Any, ...], kwargs: dict
     return functools.partial(_drawn, recorder, function)
 
 
+def _draw_by_function(name: str) -> Handler:
+    """A function of `numpy.random` that is not the global generator's method, but calls it."""
+    method = getattr(_GLOBAL_GENERATORS[1], name)
+    return lambda recorder, _function, args, kwargs: _draw(recorder, method, args, kwargs)
+
+
 def _call_settled(function: Any, *args: Any, **kwargs: Any) -> Any:
     return function(*map(numbers.settled, args), **{name: numbers.settled(value) for name, value in kwargs.items()})
 
@@ -422,6 +428,8 @@ HANDLERS: dict[Any, Handler] = {
     warnings.warn: _warn,
     **dict.fromkeys(_ROOT, _log_to_root),
     **dict.fromkeys((threading.Thread, threading.Timer), _thread),
+    np.random.seed: _draw_by_function("seed"),
+    **dict.fromkeys((np.random.sample, np.random.ranf), _draw_by_function("random_sample")),
     **dict.fromkeys(_GENERATORS, _make_generator),
     **dict.fromkeys(np.random.BitGenerator.__subclasses__(), _make_generator),
 }
