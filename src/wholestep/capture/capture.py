@@ -398,7 +398,7 @@ def _introduce(call: _Call, args: tuple[Any, ...], kwargs: dict[str, Any], hooks
                 recorder.add_hook(hook)
     for hook in hooks:
         recorder.add_hook(hook)
-    recorder.give(args, kwargs)
+    recorder.give(args, kwargs, (call.args, call.kwargs))
     participants.add_function(recorder, call.function)
     for unseen in call.unseen:
         recorder.follow(unseen)

@@ -61,6 +61,7 @@ def collect(session: Session, found: Reachable, bindings: dict[str, binding.Bind
             result.updates[lifted.slot.id] = result.add(lifted.twin)
     _collect_gradients(session, result)
     _refuse_shared_memory(session, found)
+    session.recorder.refuse_shared_arguments()
     return result
 
 

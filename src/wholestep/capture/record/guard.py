@@ -33,6 +33,7 @@ from wholestep.capture.record.places import (
     Place,
     Step,
     equal_arrays,
+    find,
     is_made_anew,
     same,
     take,
@@ -75,6 +76,10 @@ class ReadGuard:
         self._moving: set[Place] = set()
         """Where another object was found than at the call before."""
         self._left: Collection[int] = ()
+        self._ids: set[int] = set()
+        """Of all objects that were found elsewhere than among the arguments."""
+        is_writing = any(place.is_written for place in self._objects)
+        self._given = [place for place in self._objects if is_writing and _is_container_given(place)]
         self._names: dict[str, Any] = {}
         shared = ((name, [p for p in self._places if _is_shared(p) and p.key == name]) for name in _SHARED)
         self._shared = {name: places for name, places in shared if places}
@@ -98,11 +103,16 @@ class ReadGuard:
             self._fast = self._generated()
         ask = self._quiet if self._watch.is_quiet else self._fast
         try:
-            if ask is not None and ask(call):
+            if ask is not None and ask(call) and not self._meets(call):
                 return None
         except (KeyError, IndexError, AttributeError, TypeError, ValueError):
             pass
         return self._compare(call)
+
+    def _meets(self, call: Any) -> bool:
+        """Whether a container among the arguments is one that is found elsewhere, too."""
+        given = {id(find(place.path, call)) for place in self._given}
+        return len(given) < len(self._given) or not given.isdisjoint(self._ids)
 
     def _compare(self, call: Any) -> Difference | None:
         """Walk all places from their roots."""
@@ -338,6 +348,7 @@ class ReadGuard:
             found = [self._now[place] for place in places]
             names |= {f"get_{name}": operator.attrgetter(name), name: owners, f"found_{name}": found}
         self._pick_rest()
+        self._ids = {id(self._now[place]) for place in self._objects if not place.is_given} if self._given else set()
         for place, value in self._now.items():
             name = self._name(place)
             names[name] = value
@@ -372,6 +383,11 @@ def _is_object(place: Place) -> bool:
     """Whether something stands at a place that can be told apart from an equal one."""
     kinds = (Expectation.OPEN, Expectation.SAME, Expectation.TENSOR, Expectation.ARRAY)
     return place.is_given or place.expectation in kinds
+
+
+def _is_container_given(place: Place) -> bool:
+    """Whether the trace has copied it, and somebody could write to it."""
+    return place.is_given and place.parent is not None and place.parent.parent is not None and place.kind is not tuple
 
 
 def _is_shared(place: Place) -> bool:

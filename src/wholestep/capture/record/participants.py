@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -13,6 +13,7 @@ from wholestep import _recording_torch
 from wholestep.capture import tree
 from wholestep.capture.record.numbers import Number
 from wholestep.capture.record.places import ABSENT, Expectation, Place, Rooted, Step, expectation, is_plain
+from wholestep.errors import CaptureError
 
 if TYPE_CHECKING:
     from wholestep.capture.record.recorder import Recorder
@@ -125,3 +126,31 @@ def give(recorder: Recorder, owner: Any, step: Step, key: Any, value: Any) -> No
     inner = Step.ITEM if isinstance(value, (list, tuple, Mapping)) else Step.ATTRIBUTE
     for name, part in zip(*opened, strict=True):
         give(recorder, value, inner, name, part)
+
+
+def copied(copies: Any, originals: Any) -> Iterator[tuple[Any, Any]]:
+    """The containers among the arguments that can be written to: the trace's copies, and what they are copies of."""
+    pending = [*zip(copies, originals, strict=True)]
+    while pending:
+        copy, original = pending.pop()
+        opened, copied = tree.opened(original), tree.opened(copy)
+        if copy is original or opened is None or copied is None:
+            continue
+        pending += zip(copied[1], opened[1], strict=True)
+        if not isinstance(original, tuple):
+            yield copy, original
+
+
+def refuse_shared(recorder: Recorder, pairs: Iterable[tuple[Any, Any]]) -> None:
+    """Containers among the arguments that the step has found elsewhere as well, and writes to: it was given copies."""
+    found: dict[int, Place] = {}
+    for copy, original in pairs:
+        place = recorder.place_of(copy)
+        assert place is not None
+        other = recorder.place_of(original) or found.setdefault(id(original), place)
+        if other is not place and (place.is_written or other.is_written):
+            one, two = (str(way).removeprefix("Arguments.") for way in (place, other))
+            raise CaptureError(
+                f"'{one}' and '{two}' are one {type(original).__name__}, to which the step writes",
+                advice="Let the step get at it by one of the two ways only",
+            )

@@ -51,6 +51,7 @@ from wholestep.capture.record.tensors import Twins
 from wholestep.errors import CaptureError
 
 _MOST_ITEMS = 20_000
+_LOOKED_AFTER = (nn.Module, Optimizer, torch.Tensor)
 _SKIPPED: frozenset[type] = PLAIN_TYPES | {Number, torch.Size}
 
 
@@ -88,6 +89,7 @@ class Recorder:
         self._plain_types: set[type] = set()
         self._entered: set[int] = set()
         self._given: Any = None
+        self._copied: list[tuple[Any, Any]] = []
         self.drawn_arrays: dict[int, tuple[Any, str]] = {}
         """Arrays that were drawn, and their names in the ledger."""
         self.drawn_tensors: dict[int, tuple[Any, str, Callable[[Any], Any]]] = {}
@@ -261,9 +263,12 @@ class Recorder:
 
     def namespace_of(self, owner: Any) -> dict[str, Any] | None:
         """The dict that holds an object's attributes, as a place of its own; None if it has none."""
-        namespace = _dict_of(owner)
-        if namespace is not None and id(namespace) not in self._places and id(owner) in self._places:
-            self.note(owner, Step.ATTRIBUTE, "__dict__", namespace)
+        namespace, place = _dict_of(owner), self._places.get(id(owner))
+        if namespace is not None and place is not None:
+            known = self._places.get(id(namespace))
+            is_elsewhere = known is not None and known.parent is not place and not isinstance(owner, _LOOKED_AFTER)
+            if known is None or is_elsewhere:  # `vars(owner)` that somebody has kept
+                self.note(owner, Step.ATTRIBUTE, "__dict__", namespace)
         return namespace
 
     def length(self, owner: Any) -> Any:
@@ -396,13 +401,18 @@ class Recorder:
 
     # Arguments and numbers
 
-    def give(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def give(self, args: tuple[Any, ...], kwargs: dict[str, Any], originals: Any) -> None:
         """The arguments that the step is traced with: copies of the user's containers, and the user's objects."""
         given = self._given = SimpleNamespace(args=args, kwargs=kwargs)
         self._register(given, Place(None, Step.ITEM, ARGUMENTS, given, Expectation.SAME, is_given=True))
         self.roots.append(self._places[id(given)])
         for name in ("args", "kwargs"):
             participants.give(self, given, Step.ATTRIBUTE, name, getattr(given, name))
+        self._copied = [*participants.copied((args, kwargs), originals)]
+
+    def refuse_shared_arguments(self) -> None:
+        """Of some arguments the step was given copies: it must not write to one that it has found elsewhere, too."""
+        participants.refuse_shared(self, self._copied)
 
     @contextlib.contextmanager
     def placed_numbers(self) -> Generator[None]:
