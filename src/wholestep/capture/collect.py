@@ -58,6 +58,11 @@ def collect(session: Session, found: Reachable, bindings: dict[str, binding.Bind
     _collect_state(session, found, bindings, result, rebound)
     for lifted in session.lifted.values():
         if isinstance(lifted.twin, torch.Tensor) and lifted.slot.id not in rebound:
+            if _type_of(_torch.from_functional(lifted.twin)) != _type_of(lifted.node.meta["val"]):
+                raise CaptureError(
+                    f"the step changes the shape of {lifted.slot.id} in place",
+                    advice="Use what gives another tensor, as in x = x.unsqueeze(0)",
+                )
             result.updates[lifted.slot.id] = result.add(lifted.twin)
     _collect_gradients(session, result)
     _refuse_shared_memory(session, found)
@@ -229,6 +234,7 @@ def _collect_state(
         if isinstance(where := bindings.get(lifted.slot.id), binding.StateOf)
     }
     owners = {id(lifted.twin): lifted for lifted in session.parameters}
+    _refuse_shared_entries(session, found)
     for name, optimizer in found.optimizers.items():
         present = {(id(optimizer), id(twin), key) for twin, entries in optimizer.state.items() for key in entries}
         if any(key[0] == id(optimizer) and key not in present for key in (*slots, *session.state_before)):
@@ -253,6 +259,31 @@ def _collect_state(
                 slot = known.slot if known is not None else Slot(SlotKind.STATE, owner.slot.name, slot_key)
                 bindings.setdefault(slot.id, binding.StateOf(optimizer, owner.real, key))
                 _add_result(result, slot, session.symbol(value) if type(value) is Number else value)
+
+
+def _refuse_shared_entries(session: Session, found: Reachable) -> None:
+    """One tensor in several entries of state, or as several gradients: what updates one of them updates the others.
+
+    If it was so before the step, it is one slot.
+    """
+    entries = [
+        (f"'{key}' in the state of {name}", value, session.state_before.get((id(optimizer), id(twin), key)) is value)
+        for name, optimizer in found.optimizers.items()
+        for twin, kept in optimizer.state.items()
+        for key, value in kept.items()
+    ]
+    owners = [lifted for lifted in session.lifted.values() if _owns_gradient(lifted)]
+    gradients = [(f"grad.{one.slot.name}", one.twin.grad) for one in owners]
+    entries += [(name, value, session.recorder.twins.of(value) is not None) for name, value in gradients]
+    first: dict[int, tuple[str, bool]] = {}
+    for name, value, was_there in entries:
+        if not isinstance(value, torch.Tensor):
+            continue
+        if id(value) in first and not (was_there and first[id(value)][1]):
+            raise CaptureError(
+                f"the step leaves one tensor as {first[id(value)][0]} and {name}", advice="Clone it for one of the two"
+            )
+        first[id(value)] = name, was_there
 
 
 def foreign_state(name: str) -> CaptureError:

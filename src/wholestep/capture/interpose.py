@@ -93,7 +93,13 @@ class Interposer(TorchFunctionMode):
             session.note_grad_read(args[0])
         if func is torch.Tensor.item and (number := session.number_in_state(args[0])) is not None:
             return number
+        before = _layout_of_input(session, func, args)
         result = self._call(func, args, kwargs) if not numbers else self._call_with_numbers(func, args, kwargs, numbers)
+        if before != _layout_of_input(session, func, args):
+            session.recorder.refuse(
+                f"changes the shape or the layout of a tensor from outside in place ({func.__name__})",
+                "Use what gives another tensor, as in x = x.unsqueeze(0)",
+            )
         session.annotate(line, out_of_place=func in _OUT_OF_PLACE)
         return result
 
@@ -139,6 +145,13 @@ class Interposer(TorchFunctionMode):
         if type(value) is dict:
             return {key: self._with_twins(item) for key, item in value.items()}
         return value
+
+
+def _layout_of_input(session: Session, func: Any, args: tuple[Any, ...]) -> Any:
+    """How a tensor lies that a function may change in place; None for the step's own."""
+    if not args or not str(getattr(func, "__name__", "")).endswith("_") or session.recorder.twins.of(args[0]) is None:
+        return None
+    return tuple(args[0].shape), args[0].stride()
 
 
 def _has_symbols(data: Any) -> bool:

@@ -58,6 +58,7 @@ def lent_optimizer(
     `wrappers` stand for the optimizer, and may have attributes of theirs for its state.
     """
     kept_groups, kept_state = [dict(group) for group in optimizer.param_groups], optimizer.state
+    groups, kept_order = optimizer.param_groups, [*optimizer.param_groups]
     kept_attributes = dict(vars(optimizer))
     traced_state: defaultdict[Any, dict[str, Any]] = defaultdict(dict)
     own: list[tuple[dict[str, Any], dict[str, Any]]] = []
@@ -87,6 +88,7 @@ def lent_optimizer(
         for attributes, kept in kept_wrappers:
             _refill(attributes, kept)
         _refill(vars(optimizer), kept_attributes)
+        groups[:] = kept_order
         optimizer.state = kept_state
 
 
