@@ -52,6 +52,12 @@ def slow_unless(kinds: Iterable[str], default: Iterable[str]) -> list[Any]:
     return [kind if kind in default else pytest.param(kind, marks=pytest.mark.slow) for kind in kinds]
 
 
+def test_an_option_after_torch_compile_has_wrapped_the_methods_of_optimizers() -> None:
+    torch.compile(nn.Linear(3, 3), backend="eager")(torch.ones(2, 3))
+    twins = Twins(small_world(make_optimizer=partial(SGD, lr=0.01, momentum=0.9)), mse_step, compare_kept=False)
+    run(twins, lambda number: set_option(momentum=0.85 + 0.002 * number))
+
+
 @pytest.mark.parametrize("kind", slow_unless(OPTIONS, BY_DEFAULT))
 def test_an_option_of_the_optimizer(kind: str) -> None:
     make_optimizer, options = OPTIONS[kind]

@@ -239,7 +239,8 @@ class Recorder:
             return
         if id(owner) in self._managed:
             for key, value in self._managed[id(owner)].items():
-                self.note(owner, Step.ITEM, key, value)
+                now = owner[key] if isinstance(owner, dict) and key in owner else value
+                self.note(owner, Step.ITEM, key, now if type(now) is Number else value)
             return
         kept = self.kept.get(id(owner))
         content = owner if kept is None else kept.before
