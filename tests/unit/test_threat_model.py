@@ -26,6 +26,7 @@ OBJECTS = re.compile(r"dist\.\w+_object(_list)?")
 KNOWN: dict[str, set[str]] = {
     "capture/record/guard.py": {"exec"},  # of text made from numbered names and keys as Python writes them
     "capture/record/program.py": {"exec"},  # likewise, of arithmetic on numbered names
+    "capture/record/late.py": {"exec"},  # likewise; what is said of formats is spelled by repr()
     "runtime/codegen.py": {"exec"},  # of text made from a graph whose names were checked
     "runtime/checkpoint/metadata.py": {"pickle"},  # an interpreter that makes records
     "runtime/checkpoint/reading.py": {"pickle", "torch.load"},  # its error; with weights_only
