@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
-from collections.abc import Callable, Generator, Iterable, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from typing import Any, cast
 from unittest import mock
 
@@ -138,21 +138,22 @@ def _shape_env(mode: FakeTensorMode) -> ShapeEnv:
     return mode.shape_env
 
 
-def size_assumptions(mode: FakeTensorMode) -> list[tuple[str, Callable[[int], bool]]]:
-    """What tracing assumed about the one symbolic batch size: each as text and as a predicate of a size.
+def size_assumptions(mode: FakeTensorMode) -> list[tuple[str, Callable[[Mapping[int, int]], bool]]]:
+    """What tracing assumed about symbolic sizes: each as text and as a predicate of what they are, by what they were.
 
     Covers guards (`s0 < 100`), equalities that pinned the symbol (`s0 = 4`) and divisibility.
     """
     env = _shape_env(mode)
     assumptions = [guard.expr for guard in env.guards]
     assumptions += [sympy.Eq(symbol, value) for symbol, value in env.replacements.items()]
-    backed = set(vars(env).get("backed_var_to_val") or vars(env)["var_to_val"])  # renamed in 2.12
+    backed: dict[Any, Any] = vars(env).get("backed_var_to_val") or vars(env)["var_to_val"]  # renamed in 2.12
 
-    def holds(assumption: Any, size: int) -> bool:
-        value = assumption.subs(dict.fromkeys(assumption.free_symbols & backed, size))
+    def holds(assumption: Any, sizes: Mapping[int, int]) -> bool:
+        known = {symbol: sizes.get(int(size), int(size)) for symbol, size in backed.items()}
+        value = assumption.subs({symbol: known[symbol] for symbol in assumption.free_symbols & known.keys()})
         return bool(value) if not value.free_symbols else True
 
-    return [(str(item), functools.partial(holds, item)) for item in assumptions if item.free_symbols & backed]
+    return [(str(item), functools.partial(holds, item)) for item in assumptions if item.free_symbols & backed.keys()]
 
 
 def expression(size: Any) -> Any:

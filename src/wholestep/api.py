@@ -163,8 +163,9 @@ def compile(
             `"none"` runs eager's own kernels, `"auto"` is `"inductor"` where there is a compiler for it.
         cuda_graphs: record the step on its third call and launch it as one from then on. Gradients then live in memory
             that the next step writes to. A step that cannot be recorded runs as usual, and a warning says why.
-        dynamic_batch: `"auto"` captures the first batch size as it is and switches to a symbolic one when another size
-            comes along; `True` is symbolic from the start; `False` captures every size apart.
+        dynamic_batch: `"auto"` captures the first sizes of the arguments as they are, and switches to symbols for those
+            that change (batch size, sequence length, ...); `True` has a symbolic batch size (dimension 0) from the
+            start; `False` captures all sizes apart.
         verify: check the first N steps against eager; raises `VerificationError` naming what differs.
         max_iters: how many steps there will be, of an epoch, say: the last one leaves nothing pending, the next one
             begins to count again. `step(..., last=True)` says the same of a single call.

@@ -54,7 +54,7 @@ def test_a_decorator_with_options() -> None:
 
     assert_trains_like_eager(train_step)
     assert train_step.options.verify == 1
-    assert train_step.captured.dynamic_leaves
+    assert train_step.captured.dynamic_dims
     assert [record.name for record in train_step.graph.history] == ["cse", "reinplace"]
 
 

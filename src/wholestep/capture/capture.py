@@ -88,7 +88,7 @@ class Capture:
     stepped: tuple[Optimizer, ...]
     written: frozenset[str]
     spec: tree.Spec
-    dynamic_leaves: frozenset[int]
+    dynamic_dims: frozenset[tuple[int, int]]
     num_checkpoint_regions: int
     trail: Trail
     seconds: float
@@ -104,7 +104,7 @@ class _Call:
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     found: Reachable
-    dynamic_leaves: frozenset[int]
+    dynamic_dims: frozenset[tuple[int, int]]
     zero_gradients: frozenset[str]
     numbers: NumberPaths
     answers: bool
@@ -130,7 +130,7 @@ class _Call:
         self.session = Session(
             new_fake_mode(is_imagined=is_imagined),
             self.handed_out,
-            has_symbolic_sizes=bool(self.dynamic_leaves),
+            has_symbolic_sizes=bool(self.dynamic_dims),
             zero_gradients=self.zero_gradients,
             optimizers={id(optimizer) for optimizer in self.found.optimizers.values()},
             questions=Questions(
@@ -140,6 +140,10 @@ class _Call:
         )
         self.recorder = self.session.recorder = Recorder(self.numbers)
         self.session.looks = Looks(self.session, may_leave=self.answers and not is_imagined)
+
+    def dynamic_dims_of(self, index: int) -> tuple[int, ...]:
+        """The dimensions of an argument leaf that stay symbolic."""
+        return tuple(sorted(dim for leaf, dim in self.dynamic_dims if leaf == index))
 
     def again(
         self,
@@ -154,7 +158,7 @@ class _Call:
         return _Call(
             *(self.function, self.args, self.kwargs),
             self.found if found is None else found,
-            *(self.dynamic_leaves, self.zero_gradients),
+            *(self.dynamic_dims, self.zero_gradients),
             self.numbers if numbers is None else numbers,
             self.answers,
             self.handed_out,
@@ -169,12 +173,12 @@ def capture(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
     *,
-    dynamic_leaves: frozenset[int] = frozenset(),
+    dynamic_dims: frozenset[tuple[int, int]] = frozenset(),
     zero_gradients: frozenset[str] = frozenset(),
     numbers: NumberPaths = (),
     answers: bool = False,
 ) -> Capture:
-    """Capture one call of a train step; dimension 0 of the argument leaves in `dynamic_leaves` stays symbolic.
+    """Capture one call of a train step; the dimensions of argument leaves in `dynamic_dims` stay symbolic.
 
     So do the Python numbers at the paths `numbers`, but for those that torch needs the value of.
 
@@ -188,16 +192,16 @@ def capture(
     with one_at_a_time():
         handed_out = HandedOut()
         call = (function, args, kwargs, discover.reachable(function, args, kwargs))
-        captured = _capture(_Call(*call, dynamic_leaves, zero_gradients, numbers, answers, handed_out))
+        captured = _capture(_Call(*call, dynamic_dims, zero_gradients, numbers, answers, handed_out))
         handed_out.require_gone()
         return captured
 
 
 def _capture(call: _Call) -> Capture:
     started = time.perf_counter()
-    function, args, kwargs, dynamic_leaves = call.function, call.args, call.kwargs, call.dynamic_leaves
+    function, args, kwargs, dynamic_dims = call.function, call.args, call.kwargs, call.dynamic_dims
     refusals.refuse_wrappers(call.found, function)
-    if dynamic_leaves:
+    if dynamic_dims:
         refusals.refuse_recurrent(call.found)
     with blank.where_made(_tensors(call.found, args, kwargs)):
         call, module, result = _trace_until_complete(call)
@@ -218,7 +222,7 @@ def _capture(call: _Call) -> Capture:
         stepped=tuple(call.session.stepped),
         written=frozenset(graph.updates),
         spec=tree.flatten((args, kwargs))[1],
-        dynamic_leaves=dynamic_leaves,
+        dynamic_dims=dynamic_dims,
         num_checkpoint_regions=call.session.num_checkpoint_regions,
         trail=call.session.trail.settled(graph.calls()),
         asked=asked,
@@ -243,7 +247,7 @@ def _trace(call: _Call) -> tuple[_Call, fx.GraphModule, Collected]:
     collected: list[Collected] = []
     try:
         module = _torch.trace(
-            lambda: _traced_run(call, collected), call.session.fake_mode, symbolic_sizes=bool(call.dynamic_leaves)
+            lambda: _traced_run(call, collected), call.session.fake_mode, symbolic_sizes=bool(call.dynamic_dims)
         )
     except CaptureError as error:
         if error.location is not None:
@@ -450,7 +454,7 @@ def _lift_arguments(call: _Call) -> tuple[tuple[Any, ...], dict[str, Any]]:
                 f"{path} has a grad_fn: its gradient would have to leave the captured step",
                 advice=f"Compute it inside the train step, or pass {path}.detach()",
             )
-        dynamic_dims = (0,) if index in call.dynamic_leaves else ()
+        dynamic_dims = call.dynamic_dims_of(index)
         twins.append(_lift(call, leaf, Slot(SlotKind.BATCH, path), binding.Argument(index), dynamic_dims))
     following = iter(twins)
     return tree.map_leaves(lambda _: next(following), (call.args, call.kwargs))
@@ -489,8 +493,8 @@ def _lift_gradients(call: _Call) -> None:
         call.bindings[slot.id] = grad_binding
         if lifted.real.grad is not None:
             call.session.refuse_known(lifted.real.grad, slot)
-            is_dynamic = isinstance(where, binding.Argument) and where.index in call.dynamic_leaves
-            lifted.twin.grad = call.session.lift(lifted.real.grad, slot, (0,) if is_dynamic else ())
+            dims = call.dynamic_dims_of(where.index) if isinstance(where, binding.Argument) else ()
+            lifted.twin.grad = call.session.lift(lifted.real.grad, slot, dims)
 
 
 def _lent_optimizer(call: _Call, name: str, optimizer: Optimizer) -> contextlib.AbstractContextManager[None]:

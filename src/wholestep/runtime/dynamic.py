@@ -1,4 +1,4 @@
-"""Which sizes of a batch a capture takes as they are, and which stay symbolic."""
+"""Which sizes of the arguments a capture takes as they are, and which stay symbolic."""
 
 from __future__ import annotations
 
@@ -6,34 +6,68 @@ from collections.abc import Iterable
 
 import torch
 
-from wholestep.runtime.guards import Call
+from wholestep.runtime.guards import Call, is_contiguous
 from wholestep.runtime.owner_guards import tensor_type
 from wholestep.runtime.specialization import Specialization
 
+Dims = frozenset[tuple[int, int]]
+"""Argument leaves and their dimensions."""
 
-def choose_dynamic_leaves(dynamic_batch: bool | str, call: Call, known: Iterable[Specialization]) -> frozenset[int]:
-    """Argument leaves whose dimension 0 becomes symbolic.
+_MIN_SIZE = 2
 
-    `True`: all that share the batch size. `"auto"`: none at first; once a call differs from a captured one only in the
-    batch size, those that changed.
+
+def choose_dynamic_dims(dynamic_batch: bool | str, call: Call, known: Iterable[Specialization]) -> Dims:
+    """Dimensions of argument leaves that become symbolic.
+
+    `True`: dimension 0 of all that share the batch size. `"auto"`: none at first; once a call differs from a captured
+    one only in sizes, those that changed, and those that are symbolic there. `"batch"`: the same for dimension 0 alone.
+    Strides of a tensor must follow from its sizes then: but for dimension 0 it has to be contiguous.
     """
-    batch = [index for index, leaf in enumerate(call.leaves) if isinstance(leaf, torch.Tensor) and leaf.dim() > 0]
-    sizes = {index: call.leaves[index].shape[0] for index in batch}
-    if not batch or sizes[batch[0]] < 2 or dynamic_batch is False:
+    sizes = {
+        (index, dim): size
+        for index, leaf in enumerate(call.leaves)
+        if isinstance(leaf, torch.Tensor)
+        for dim, size in enumerate(leaf.shape)
+    }
+    batch = [size for (_, dim), size in sizes.items() if dim == 0]
+    if not batch or dynamic_batch is False:
         return frozenset()
     if dynamic_batch is True:
-        return frozenset(index for index in batch if sizes[index] == sizes[batch[0]])
-    changed = _changed_batch_leaves(call, batch, known)
-    return changed if len({sizes[index] for index in changed}) == 1 else frozenset()
+        is_large = batch[0] >= _MIN_SIZE
+        return frozenset(place for place, size in sizes.items() if is_large and place[1] == 0 and size == batch[0])
+    changed = _changed(call, known)
+    if dynamic_batch == "batch":
+        changed = frozenset(place for place in changed if place[1] == 0)
+    return changed if all(sizes[place] >= _MIN_SIZE for place in changed) else frozenset()
 
 
-def _changed_batch_leaves(call: Call, batch: list[int], specializations: Iterable[Specialization]) -> frozenset[int]:
+def fewer_dims(dynamic_batch: bool | str, refused: Dims) -> bool | str:
+    """What to try after some dimensions could not be symbolic: that of the batch alone, or none."""
+    return "batch" if dynamic_batch == "auto" and any(dim for _, dim in refused) else False
+
+
+def _changed(call: Call, specializations: Iterable[Specialization]) -> Dims:
     for known in reversed([*specializations]):
-        if known.capture.spec != call.spec or known.capture.dynamic_leaves:
+        if known.capture.spec != call.spec:
             continue
-        pairs = {index: (known.leaf_types[index], tensor_type(call.leaves[index])) for index in batch}
-        if all(old[0][1:] == new[0][1:] and old[1:] == new[1:] for old, new in pairs.values()):
-            changed = frozenset(index for index, (old, new) in pairs.items() if old != new)
-            if changed:
-                return changed
+        changed: set[tuple[int, int]] | None = set()
+        for index, (shape, stride, *rest) in known.leaf_types.items():
+            leaf = call.leaves[index]
+            dims = _changed_dims(leaf, shape, stride, rest) if isinstance(leaf, torch.Tensor) else None
+            changed = None if dims is None or changed is None else changed | {(index, dim) for dim in dims}
+        if changed:
+            return frozenset(changed | known.capture.dynamic_dims)
     return frozenset()
+
+
+def _changed_dims(
+    leaf: torch.Tensor, shape: tuple[int, ...], stride: tuple[int, ...], rest: list[object]
+) -> list[int] | None:
+    """Dimensions in which a leaf has another size than before; None if it differs otherwise."""
+    new_shape, new_stride, *new_rest = tensor_type(leaf)
+    if new_rest != rest or len(new_shape) != len(shape):
+        return None
+    dims = [dim for dim, (old, new) in enumerate(zip(shape, new_shape, strict=True)) if old != new]
+    is_batch = dims in ([], [0]) and stride == new_stride
+    follows = is_contiguous(shape, stride) and is_contiguous(new_shape, new_stride)
+    return dims if is_batch or follows else None

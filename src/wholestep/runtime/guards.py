@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 import operator
-from collections.abc import Callable, Container, Iterator
+from collections.abc import Callable, Container, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -88,27 +88,25 @@ def make_forward_guards(capture: Capture, watch: Watch) -> list[Callable[[object
 
 def _arguments_guard(capture: Capture, call: Call) -> Check:
     """Structure, plain values, and tensor types; dimension 0 of dynamic leaves may vary together."""
-    dynamic, spec, symbolic = capture.dynamic_leaves, call.spec, capture.recording.symbolic
+    spec, symbolic = call.spec, capture.recording.symbolic
+    dims = {index: frozenset(d for i, d in capture.dynamic_dims if i == index) for index, _ in capture.dynamic_dims}
     ways = argument_paths(call.args, call.kwargs)
     expected: list[Any] = []
     for index, leaf in enumerate(call.leaves):
         if not isinstance(leaf, torch.Tensor):
             expected.append(leaf)
-        elif index in dynamic:
-            expected.append((tuple(leaf.shape[1:]), *tensor_type(leaf)[1:]))
         else:
-            expected.append(tensor_type(leaf))
+            expected.append(_open_type(leaf, dims.get(index, frozenset())))
     tensors = [isinstance(leaf, torch.Tensor) for leaf in call.leaves]
     # What the step reads of dicts and lists has been noted: names of files, that nobody reads, may change.
     is_read_as_item = [len(way) > 3 and all(step is Step.ITEM for step, _ in way[2:]) for way in ways]
     known = [where.tensor for where in capture.bindings.values() if isinstance(where, FixedTensor)]
     places = first_places(call.leaves, known)
-    batch_sizes = _BatchSizes(capture) if dynamic else None
+    symbolic_sizes = _SymbolicSizes(capture, call) if dims else None
 
     def check(now: Call) -> str | Difference | None:
         if now.spec != spec:
             return "the structure of the arguments changed (other keys, lengths or container types)"
-        sizes: set[int] = set()
         for index, leaf in enumerate(now.leaves):
             if leaf is expected[index]:
                 continue
@@ -125,15 +123,12 @@ def _arguments_guard(capture: Capture, call: Call) -> Check:
                 elif isinstance(expected[index], (nn.Module, Optimizer)) and leaf is not expected[index]:
                     return f"{now.path(index)} is another {type(leaf).__name__} than before"
                 continue
-            found = tensor_type(leaf)
-            if index in dynamic:
-                sizes.add(leaf.shape[0])
-                found = (found[0][1:], *found[1:])
+            found = _open_type(leaf, dims.get(index, frozenset()))
             if found != expected[index]:
                 return f"{now.path(index)} changed: {type_difference(expected[index], found)}"
         if first_places(now.leaves, known) != places:  # one tensor in two places is one slot, and `is` tells
             return "the same tensor is passed in other places than before"
-        return batch_sizes.check(sizes) if batch_sizes is not None else None
+        return symbolic_sizes.check(now) if symbolic_sizes is not None else None
 
     return check
 
@@ -230,27 +225,49 @@ def _may_share_memory(value: Any) -> bool:
     return num_users > 1 or is_known_elsewhere
 
 
-class _BatchSizes:
-    """Which sizes a symbolic batch dimension admits: what tracing assumed, evaluated once per size."""
+def is_contiguous(shape: Sequence[int], stride: Sequence[int]) -> bool:
+    """Whether strides are those that follow from the sizes, those of dimensions of size 1 included."""
+    expected, extent = list[int](), 1
+    for size in reversed(shape):
+        expected.insert(0, extent)
+        extent *= max(size, 1)
+    return tuple(stride) == tuple(expected)
 
-    def __init__(self, capture: Capture) -> None:
-        self._verdicts: dict[int, str | None] = {}
+
+def _open_type(tensor: torch.Tensor, dims: frozenset[int]) -> tuple[Any, ...]:
+    """The type of a tensor, but for the sizes of some dimensions; strides that depend on them follow from them."""
+    if not dims:
+        return tensor_type(tensor)
+    shape, stride, *rest = tensor_type(tensor)
+    kept = tuple(None if dim in dims else size for dim, size in enumerate(shape))
+    follows = dims != {0} and is_contiguous(shape, stride)
+    return kept, "contiguous" if follows else stride, *rest
+
+
+class _SymbolicSizes:
+    """What symbolic sizes may be: equal where they were equal, and within what tracing assumed, evaluated once each."""
+
+    def __init__(self, capture: Capture, call: Call) -> None:
+        self._was = {(index, dim): call.leaves[index].shape[dim] for index, dim in sorted(capture.dynamic_dims)}
+        self._verdicts: dict[tuple[int, ...], str | None] = {}
         self._assumptions = _torch.size_assumptions(capture.graph.fake_mode)
 
-    def check(self, sizes: set[int]) -> str | None:
-        if len(sizes) != 1:
-            return f"batch sizes differ between arguments: {sorted(sizes)}"
-        [size] = sizes
-        if size not in self._verdicts:
-            self._verdicts[size] = self._judge(size)
-        return self._verdicts[size]
+    def check(self, now: Call) -> str | None:
+        found = tuple(now.leaves[index].shape[dim] for index, dim in self._was)
+        if found not in self._verdicts:
+            self._verdicts[found] = self._judge(found)
+        return self._verdicts[found]
 
-    def _judge(self, size: int) -> str | None:
-        if size < _MIN_SYMBOLIC_SIZE:
-            return f"batch size {size} is captured apart (symbolic sizes start at {_MIN_SYMBOLIC_SIZE})"
+    def _judge(self, found: tuple[int, ...]) -> str | None:
+        sizes: dict[int, int] = {}
+        for was, size in zip(self._was.values(), found, strict=True):
+            if size < _MIN_SYMBOLIC_SIZE:
+                return f"size {size} is captured apart (symbolic sizes start at {_MIN_SYMBOLIC_SIZE})"
+            if sizes.setdefault(was, size) != size:
+                return f"sizes of the arguments that were equal differ now: {sizes[was]} and {size}"
         for text, holds in self._assumptions:
-            if not holds(size):
-                return f"batch size {size} breaks what the captured step assumes: {text}"
+            if not holds(sizes):
+                return f"sizes {sorted({*sizes.values()})} break what the captured step assumes: {text}"
         return None
 
 

@@ -67,7 +67,7 @@ class Rotation:
         # Before anything waits there is what applies it: a reader may come from where nothing can be compiled.
         self._flush = self._derived(Kind.FLUSH) if self._blocks else None
         self.pending = Pending(name, self._targets(capture), self._flush)
-        if capture.dynamic_leaves and any(item.name == Lower.name for item in finish):
+        if capture.dynamic_dims and any(item.name == Lower.name for item in finish):
             # Compiling regions may bring more assumptions about sizes, and guards are made of those known by then.
             _ = self._whole, self._cleanup
 

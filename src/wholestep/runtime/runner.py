@@ -42,7 +42,7 @@ from wholestep.runtime import differential
 from wholestep.runtime.arguments import refuse_tensor_keys
 from wholestep.runtime.data_parallel import DataParallel, Replicas
 from wholestep.runtime.dry_run import ImaginedReplicas, uncompiled_regions
-from wholestep.runtime.dynamic import choose_dynamic_leaves
+from wholestep.runtime.dynamic import choose_dynamic_dims, fewer_dims
 from wholestep.runtime.guards import Call
 from wholestep.runtime.heap import keep_freed_memory
 from wholestep.runtime.measured import Measured, run_measured
@@ -112,7 +112,8 @@ class StepRunner:
         self._num_calls = 0
         self._num_captures = 0
         self._reasons: list[str] = []
-        self._static_only = False
+        self._dynamic = options.dynamic_batch
+        """What is left of that, where symbolic sizes turned out to be impossible."""
         self._replicas: Replicas | None = None
         self._num_attempts = 0
         self._is_lowered = False
@@ -542,8 +543,6 @@ class StepRunner:
 
     def _capture(self, call: Call, zero_gradients: frozenset[str]) -> Capture:
         """Capture with a symbolic batch where that is wanted and possible, with the sizes as they are otherwise."""
-        wanted = False if self._static_only else self.options.dynamic_batch
-        dynamic_leaves = choose_dynamic_leaves(wanted, call, self._specializations)
         # Ranks must run the same graph, so that none of them may look at its own batch.
         captured_with = functools.partial(
             capture,
@@ -551,15 +550,26 @@ class StepRunner:
             numbers=tuple(self._numbers),
             answers=self.options.data_parallel is None,
         )
-        try:
-            return captured_with(call.function, call.args, call.kwargs, dynamic_leaves=dynamic_leaves)
-        except CaptureError as error:
-            if not dynamic_leaves:
-                raise
-            captured = captured_with(call.function, call.args, call.kwargs)
-            logger.warning("%s cannot have a dynamic batch, each size is captured apart: %s", self._name, error)
-            self._static_only = True
-            return captured
+        refusal: CaptureError | None = None
+        while True:
+            dims = choose_dynamic_dims(self._dynamic, call, self._specializations)
+            try:
+                captured = captured_with(call.function, call.args, call.kwargs, dynamic_dims=dims)
+                break
+            except CaptureError as error:
+                if not dims:
+                    raise
+                refusal, self._dynamic = refusal or error, fewer_dims(self._dynamic, dims)
+        if refusal is not None:
+            logger.warning(
+                "%s cannot have %s: %s",
+                self._name,
+                "a dynamic batch, each size is captured apart"
+                if self._dynamic is False
+                else "other dynamic sizes than that of the batch, each is captured apart",
+                refusal,
+            )
+        return captured
 
     def _remember(self, fresh: Specialization) -> None:
         self._specializations.append(fresh)
@@ -567,7 +577,7 @@ class StepRunner:
             del self._specializations[0]
 
     def _log(self, fresh: Specialization, reason: str | None, seconds: float) -> None:
-        graph, dynamic = fresh.graph, " with a dynamic batch" if fresh.capture.dynamic_leaves else ""
+        graph, dynamic = fresh.graph, " with dynamic sizes" if fresh.capture.dynamic_dims else ""
         if reason is None:
             logger.info("captured %s%s: %d ops in %.1f s", self._name, dynamic, graph.num_ops, seconds)
         else:

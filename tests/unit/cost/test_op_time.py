@@ -48,11 +48,11 @@ def step_of(loss: Callable[[nn.Module, Batch], torch.Tensor]) -> Callable[..., t
     return train_step
 
 
-def zoo_graph(name: str, optimizer: str = "adamw", dynamic_leaves: frozenset[int] = frozenset()) -> StepGraph:
+def zoo_graph(name: str, optimizer: str = "adamw", dynamic_dims: frozenset[tuple[int, int]] = frozenset()) -> StepGraph:
     case = get(name)
     model = case.build()
     args = (model, OPTIMIZERS[optimizer](model.parameters()), case.make_batch(4, 0))
-    return capture(step_of(case.loss), args, {}, dynamic_leaves=dynamic_leaves).graph
+    return capture(step_of(case.loss), args, {}, dynamic_dims=dynamic_dims).graph
 
 
 def graph_of(target: Callable[..., Any], *args: Any, result: Any = None, **kwargs: Any) -> StepGraph:
@@ -310,7 +310,7 @@ def test_indices_are_spread_where_their_range_is_known() -> None:
 
 
 def test_symbolic_sizes_cost_what_the_captured_ones_do() -> None:
-    fixed, symbolic = zoo_graph("mlp"), zoo_graph("mlp", dynamic_leaves=frozenset({2, 3}))
+    fixed, symbolic = zoo_graph("mlp"), zoo_graph("mlp", dynamic_dims=frozenset({(2, 0), (3, 0)}))
     sizes = [node.meta["val"].shape[0] for node in symbolic.placeholders().values() if "batch" in node.name]
     assert any(isinstance(size, torch.SymInt) for size in sizes)
     totals = [sum(estimated_times(graph, MODEL).values()) for graph in (fixed, symbolic)]

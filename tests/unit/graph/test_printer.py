@@ -154,7 +154,7 @@ def test_the_text_runs_with_a_symbolic_batch() -> None:
     model = nn.Linear(2, 3)
     step = wholestep.compile(padded_step, dynamic_batch=True)
     assert_printed_graph_runs(step, model, SGD(model.parameters(), lr=0.1), torch.randn(4, 2))
-    assert step.captured.dynamic_leaves
+    assert step.captured.dynamic_dims
     assert "-inf" in str(step.graph)
 
 
