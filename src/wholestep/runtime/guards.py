@@ -240,7 +240,7 @@ def _open_type(tensor: torch.Tensor, dims: frozenset[int]) -> tuple[Any, ...]:
         return tensor_type(tensor)
     shape, stride, *rest = tensor_type(tensor)
     kept = tuple(None if dim in dims else size for dim, size in enumerate(shape))
-    follows = dims != {0} and is_contiguous(shape, stride)
+    follows = dims != frozenset([0]) and is_contiguous(shape, stride)
     return kept, "contiguous" if follows else stride, *rest
 
 

@@ -198,18 +198,19 @@ class StepRunner:
 
     def _choose_unless_refused(self, call: Call) -> Specialization | None:
         """What runs the call; None if it is to run as it is: the step is refused, or eager is going to raise."""
-        if self.options.on_refusal == "raise":
-            try:
-                return self._choose_with_others(call)
-            except Raises:
-                if self.options.memory_budget is not None:
-                    raise
-                return None
         if self._is_refused:
-            return next((one for one in self._specializations if one.check(call) is None), None)
+            fitting = next((one for one in self._specializations if one.check(call) is None), None)
+            self._current = fitting or self._current
+            return fitting
         try:
             return self._choose_with_others(call)
+        except Raises:
+            if self.options.memory_budget is not None:
+                raise
+            return None
         except CaptureError as error:
+            if self.options.on_refusal == "raise":
+                raise
             self._is_refused = True
             logger.warning("%s runs in eager from now on, as it cannot be captured: %s", self._name, error)
             return None

@@ -243,3 +243,10 @@ def test_a_refused_step_runs_as_it_is(caplog: pytest.LogCaptureFixture) -> None:
     assert (twins.num_captures, twins.compiled.num_eager_calls) == (0, 4)
     assert caplog.text.count("runs in eager from now on") == 1
     assert "needs a value that is only known when the step runs" in caplog.text
+
+
+def test_a_step_that_raises_at_first_is_not_refused() -> None:
+    twins = Twins(small_world(), validates, call=call_safely, on_refusal="eager")
+    for features in (NAN, X, X, NAN, X):
+        twins.step(features)
+    assert (twins.num_captures, twins.compiled.num_eager_calls) == (1, 2)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any, cast
 
 import pytest
 import torch
@@ -28,13 +29,13 @@ def inner_loop(model: nn.Module, features: Tensor, targets: Tensor) -> Tensor:
 
 
 def pulled_back(model: nn.Module, features: Tensor, targets: Tensor) -> Tensor:
-    output, pull = vjp(model, features)
+    output, pull = cast(Any, vjp(model, features))
     [cotangent] = pull(targets)
     return output.square().mean() + cotangent.square().mean()
 
 
 def pushed(model: nn.Module, features: Tensor, targets: Tensor) -> Tensor:
-    output, tangent = jvp(model, (features,), (torch.ones_like(features),))
+    output, tangent = cast(Any, jvp(model, (features,), (torch.ones_like(features),)))
     return output.square().mean() + tangent.square().mean()
 
 

@@ -66,7 +66,7 @@ def test_lengths_and_batches_in_three_captures(masked: bool) -> None:
 
 
 def test_sizes_that_were_equal_by_chance() -> None:
-    def pooled(model: nn.Module, optimizer: Optimizer, features: Tensor) -> float:
+    def pooled(model: Attends, optimizer: Optimizer, features: Tensor) -> float:
         optimizer.zero_grad()
         loss = model.head(features).square().mean()
         loss.backward()
