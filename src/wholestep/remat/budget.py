@@ -12,9 +12,10 @@ from wholestep.errors import WholestepError
 _UNITS = {"": 1, "B": 1} | {
     f"{prefix}{suffix}": base**power
     for power, prefix in enumerate("KMGT", start=1)
-    for suffix, base in (("B", 1000), ("iB", 1024))
+    for suffix, base in (("", 1000), ("B", 1000), ("iB", 1024))
 }
-_TEXT = re.compile(r"\s*(?P<number>\d+(?:\.\d+)?)\s*(?P<unit>[A-Za-z]*)\s*")
+"""`10G` may mean either: the smaller one is kept whichever is meant."""
+_TEXT = re.compile(r"\s*(?P<number>\d+(?:\.\d+)?)\s*(?P<unit>[A-Za-z]*|%)\s*")
 
 
 @dataclass(frozen=True)
@@ -47,10 +48,12 @@ class Budget:
     @staticmethod
     def _of_text(text: str) -> Budget:
         match = _TEXT.fullmatch(text)
+        if match is not None and match["unit"] == "%" and float(match["number"]) <= 100:
+            return Budget(share=float(match["number"]) / 100)
         unit = None if match is None else next((u for u in _UNITS if u.lower() == match["unit"].lower()), None)
         if match is None or unit is None:
             raise WholestepError(
-                f"cannot read the memory budget '{text}': write a share (0.5) or bytes ('12GiB', '800MB')"
+                f"cannot read the memory budget '{text}': write a share (0.5, '50%') or bytes ('12GiB', '800MB')"
             )
         number = float(match["number"])
         if not match["unit"] and 0 <= number <= 1:

@@ -22,6 +22,9 @@ from wholestep.remat.budget import Budget, ModuleBudget, StepBudget, readable
         ("800MB", Budget(num_bytes=800_000_000)),
         ("4096", Budget(num_bytes=4096)),
         ("3 TiB", Budget(num_bytes=3 * 2**40)),
+        ("10G", Budget(num_bytes=10 * 10**9)),
+        ("80%", Budget(share=0.8)),
+        ("100 %", Budget(share=1.0)),
     ],
 )
 def test_what_can_be_read(written: object, read: Budget) -> None:
@@ -35,7 +38,7 @@ def test_what_is_no_budget(written: object) -> None:
         Budget.of(written)
 
 
-@pytest.mark.parametrize("written", ["", "lots", "12 GiBs", "-3GB", "1e9"])
+@pytest.mark.parametrize("written", ["", "lots", "12 GiBs", "-3GB", "1e9", "120%", "%"])
 def test_text_that_is_no_budget(written: str) -> None:
     with pytest.raises(WholestepError, match="cannot read the memory budget"):
         Budget.of(written)
