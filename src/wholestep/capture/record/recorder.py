@@ -240,7 +240,8 @@ class Recorder:
         if id(owner) in self._managed:
             for key, value in self._managed[id(owner)].items():
                 now = owner[key] if isinstance(owner, dict) and key in owner else value
-                self.note(owner, Step.ITEM, key, now if type(now) is Number else value)
+                if now is value or type(now) is Number:  # or the step has put it there, or numbers that it is lent
+                    self.note(owner, Step.ITEM, key, now)
             return
         kept = self.kept.get(id(owner))
         content = owner if kept is None else kept.before
