@@ -22,6 +22,8 @@ MADE = {
     "str": '"loss: " + str(value) + "."',
     "join": '", ".join([f"{value:.3f}", str(value), "end"])',
     "in containers": '{"text": [f"{value:.3f}", ("a", str(value))], "number": value}',
+    "conversions": 'f"{value!s}|{value!s:}|{3!r:>4}|" + "{!s:>5}".format("a") + "%5s|%s" % ("a", value)',
+    "deep in tuples": '(("a", (f"{value:.3f}",)),)',
     "nothing unusual": '"%d%%" % 3 + f"{5:>4}" + str(value)',
     "kept": 'world.log.append(f"{value:.3f}") or setattr(world, "last", str(value)) or None',
     "asked what it is": "str(value) if isinstance(str(value), str) and type(str(value)) is str else 3",
@@ -56,9 +58,23 @@ APART = {
     "largest": "max(text, 'a')",
     "attribute": "getattr(world, text, 3)",
     "hash": "hash(text)",
+    "letters for join": "'-'.join(text)",
+    "letters for print": "print(*text)",
+    "conversion": 'f"{text!r}"',
+    "in a list that is formatted": 'f"{[text]}"',
+    "in a list for str.format": '"{}".format([text])',
+    "in an object that shows itself": 'f"{types.SimpleNamespace(a=text)}"',
+    "padding of a number": 'f"{value!s:>30}"',
+    "padding of a number by str.format": '"{!r:>30}".format(value)',
+    "padding of a number by percent": '"%30s" % value',
+    "padding of one of several": '"%-4d|%30r" % (3, value)',
+    "what percent cuts off": '"%.3s" % value',
+    "padding of an object": '"%60s" % types.SimpleNamespace(a=value)',
+    "padding of a list": 'f"{[value]!s:>30}"',
 }  # fmt: skip
 PROGRAM = """
 import json
+import types
 def keyed(text):
     found = {}
     found[text] = 1

@@ -40,7 +40,6 @@ _OPERANDS: dict[str, tuple[str, int]] = {
     "IS_OP": ("identity", 2),
     "FORMAT_SIMPLE": ("formatted", 1),
     "FORMAT_WITH_SPEC": ("formatted", 2),
-    "CONVERT_VALUE": ("formatted", 1),
     "GET_LEN": ("iterate", 1),
     "MATCH_MAPPING": ("iterate", 1),
     "MATCH_SEQUENCE": ("iterate", 1),
@@ -173,6 +172,8 @@ _CONDITIONAL = (
 
 _HAS_SPEC = 4
 """The bit of FORMAT_VALUE that says that what comes after the colon lies on top of the value."""
+_HAS_CONVERSION = 3
+"""Its bits for `!s`, `!r` and `!a`."""
 _HAS_PRECALL = sys.version_info < (3, 12)
 _HAS_METHOD_BIT = sys.version_info >= (3, 12)
 
@@ -242,9 +243,10 @@ class _Editor:
         if name in _OPERANDS:
             hook, count = _OPERANDS[name]
             return [*self._insert(hook, count), bytecode.kept(instruction)]
+        if name == "CONVERT_VALUE":
+            return [*self._insert(_conversion(instruction), 1), bytecode.kept(instruction)]
         if name == "FORMAT_VALUE":
-            has_spec = bool((instruction.arg or 0) & _HAS_SPEC)
-            return [*self._insert("formatted", 1 + has_spec), bytecode.kept(instruction)]
+            return self._format(instruction)
         if name == "BINARY_SUBSCR":
             chosen = bytecode.observe(self._hooks["item"], [2, 1])
             exchange = [create_instruction("SWAP", arg=3), create_instruction("POP_TOP")]
@@ -266,6 +268,19 @@ class _Editor:
     def _insert(self, hook: str, count: int, *extra: Instruction) -> list[Instruction]:
         # Deepest first: depths are counted from the top of the stack.
         return bytecode.inserted(self._hooks[hook], range(count, 0, -1), extra)
+
+    def _format(self, instruction: Instruction) -> list[Instruction]:
+        """Of `{value!s:>12}` two instructions: the hook is told what is formatted, which is text then."""
+        bits = instruction.arg or 0
+        conversion = _conversion(instruction)
+        if not bits & _HAS_SPEC:
+            return [*self._insert(conversion, 1), bytecode.kept(instruction)]
+        converted: list[Instruction] = []
+        if bits & _HAS_CONVERSION:
+            convert = create_instruction("FORMAT_VALUE", arg=bits & _HAS_CONVERSION)
+            swap = [create_instruction("SWAP", arg=2) for _ in range(2)]
+            converted = [swap[0], *self._insert(conversion, 1), convert, swap[1]]
+        return [*converted, *self._insert("formatted", 2), create_instruction("FORMAT_VALUE", arg=_HAS_SPEC)]
 
     def _cell(self, instruction: Instruction) -> list[Instruction]:
         if instruction.argval not in self._free:
@@ -296,6 +311,11 @@ class _Editor:
         exchange = [create_instruction("SWAP", arg=depth + 1), create_instruction("POP_TOP")]
         again = [create_instruction("KW_NAMES", argval=keywords)] if keywords else []
         return [*chosen, *exchange, *again, bytecode.kept(instruction)]
+
+
+def _conversion(instruction: Instruction) -> str:
+    """The hook of a conversion: `!r` and `!a` look into text, `!s` leaves it as it is."""
+    return "shown" if ((instruction.arg or 0) & _HAS_CONVERSION) > 1 else "formatted"
 
 
 def _loaded(instruction: Instruction) -> list[Instruction]:

@@ -68,11 +68,12 @@ def _hook(num_owners: int) -> Callable[[Callable[..., Any]], Callable[..., Any]]
                 return None
             recorder = _active[-1]
             is_quiet = bool(num_owners) and all(type(arg) in _QUIET for arg in args[:num_owners])
-            if is_quiet and not recorder.late.has_texts:
+            is_wary = recorder.late.has_texts or (name == "binary" and bool(recorder.late.found))
+            if is_quiet and not is_wary:
                 return None
             if recorder.is_deaf or recorder.thread != threading.get_ident():
                 return None
-            if recorder.late.has_texts:
+            if is_wary:
                 texts.refuse_in_instruction(recorder, name, args)
                 if is_quiet:
                     return None
@@ -234,6 +235,11 @@ def _formatted(recorder: Recorder, value: Any, _spec: str = "") -> None:
     whole.read_reached(recorder, value)
 
 
+@_hook(1)
+def _shown(recorder: Recorder, value: Any) -> None:
+    _formatted(recorder, value)
+
+
 @_hook(0)
 def _entered(recorder: Recorder, manager: Any) -> None:
     recorder.follow_operators(manager)
@@ -313,6 +319,8 @@ def _call(function: Any, *rest: Any) -> Any:
 
 def _call_with(function: Any, args: Any, kwargs: Any = None) -> Any:
     """Before `function(*args, **kwargs)`; an iterator among them must not be used up here, and is when it is called."""
+    if texts.is_marked(args) and (recorder := _hearing()) is not None:  # whose letters would be the arguments
+        texts.refuse_in_instruction(recorder, "iterate", (args,))
     if not isinstance(args, (list, tuple)) or not isinstance(kwargs, (dict, type(None))):
         return functools.partial(_unpacked, function)
     return _chosen(function, tuple(args), dict(kwargs or {}), (args, kwargs))

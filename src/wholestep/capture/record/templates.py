@@ -25,7 +25,7 @@ from wholestep.capture.record.numbers import Number, is_late, name_of
 from wholestep.capture.record.places import ABSENT, Expectation, Place, Step, find, is_open, is_plain, slot_names, take
 from wholestep.capture.record.standins import is_stand_in
 from wholestep.capture.record.state import dict_kind
-from wholestep.capture.record.texts import is_marked, pieces
+from wholestep.capture.record.texts import is_marked, is_taken_apart, pieces
 from wholestep.errors import CaptureError
 
 if TYPE_CHECKING:
@@ -234,11 +234,16 @@ class Templates:
             raise AsksBefore
         if isinstance(value, (torch.Tensor, torch.SymInt, torch.SymFloat)):
             return self._tensor(value)
+        if is_taken_apart(value):
+            raise CaptureError(
+                f"{what} text made of the text of a value which is only known when the step runs",
+                advice="Return the number, and make the text after the call",
+            )
         if is_marked(value):
             parts = tuple(pieces(value))
             self.late_numbers |= {piece for piece, is_name in parts if is_name}
             return Text(parts)
-        if is_plain(value) and not (isinstance(value, tuple) and any(map(is_marked, value))):
+        if is_plain(value) and not _has_text(value):
             return Constant(value)
         place = self._place_of(value)
         if place is not None:
@@ -320,6 +325,13 @@ def refuse_attributes(tensor: torch.Tensor) -> None:
             f"the step gives an attribute '{name}' to a tensor that it has computed",
             advice="Return it beside the tensor, or keep it in an object of its own",
         )
+
+
+def _has_text(value: Any) -> bool:
+    """Whether text of numbers is among what a plain value holds."""
+    if isinstance(value, (tuple, frozenset)):
+        return any(map(_has_text, value))  # pyright: ignore[reportUnknownArgumentType, reportUnknownVariableType]
+    return is_marked(value) or is_taken_apart(value)
 
 
 def _behind(value: Any) -> Any:
