@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import json
 import logging
 import math
+import operator
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from tests.twins import Twins, World, mse_step, pair, small_world
 from torch import Tensor
 
 import wholestep
+from wholestep import CaptureError
 from wholestep.capture.blank import no_weights
 
 X, Y = pair()
@@ -77,6 +81,13 @@ RETURNED: dict[str, Callable[[Tensor, Tensor], Any]] = {
     "before it is changed": lambda loss, x: (before := loss.clone(), before.item(), before.mul_(2), before.item())[
         1::2
     ],
+    "types that are certain": lambda loss, x: (
+        type(2.0 ** loss.item()) is float,
+        isinstance(max(0.5, loss.item()), float),
+        isinstance(max(1, loss.item()), (int, float)),
+        type(2 * (loss > 1).item()) is int,
+        (loss > 1).item() is None,
+    ),
     "half": lambda loss, x: (loss.bfloat16().item(), loss.half().double().item()),
 }
 
@@ -133,6 +144,24 @@ def test_what_is_printed_and_logged(capsys: pytest.CaptureFixture[str], caplog: 
         assert len(set(lines)) == 3
 
 
+TOLD_APART: dict[str, Callable[[Tensor, Tensor], Any]] = {
+    "is True": lambda loss, x: (loss > 1).item() is True,
+    "is not a number": lambda loss, x: (loss > 1).int().item() is not x.dim(),
+    "operator.is_": lambda loss, x: operator.is_((loss > 1).item(), False),
+    "json": lambda loss, x: json.dumps({"loss": [loss.item()]}, default=str),
+    "ufunc": lambda loss, x: np.isnan(loss.item()),
+    "type of a power": lambda loss, x: type(2 ** (loss > 1).int().item()),
+    "type of a complex power": lambda loss, x: isinstance((loss - 1).item() ** 0.5 + 1, float),
+    "type of the largest": lambda loss, x: isinstance(max(1, loss.item()), float),
+}
+
+
+@pytest.mark.parametrize("make", TOLD_APART.values(), ids=TOLD_APART)
+def test_what_depends_on_the_value_unseen_is_refused(make: Callable[[Tensor, Tensor], Any]) -> None:
+    with pytest.raises(CaptureError, match=r"\.py:\d+: .*known when the step runs"):
+        trained(returns(make), captures=0)
+
+
 def test_numbers_of_a_graph_and_of_python_together() -> None:
     def step(world: World, features: Tensor, targets: Tensor, weight: float) -> float:
         loss = mse_step(world.model, world.optimizer, features, targets)
@@ -175,3 +204,17 @@ def test_nothing_is_computed_to_capture_a_number_that_is_only_returned() -> None
         compiled = wholestep.compile(step)
         compiled.prepare(world, torch.randn(6, 4), torch.randn(6, 3))
     assert compiled.num_captures == 1
+
+
+def test_json_takes_numbers_of_python_for_numbers() -> None:
+    def step(world: World, features: Tensor, targets: Tensor) -> str:
+        mse_step(world.model, world.optimizer, features, targets)
+        world.calls["n"] += 1
+        return json.dumps(world.calls, default=str)
+
+    def build() -> World:
+        world = small_world()()
+        world.calls = {"n": 0}
+        return world
+
+    trained(step, captures=5, build=build)

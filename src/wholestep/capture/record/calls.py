@@ -111,6 +111,8 @@ def choose(recorder: Recorder, function: Any, args: tuple[Any, ...], kwargs: dic
     recorder.follow_operators(function)
     classes.read_from_class(recorder, kind, "__call__")
     _give(recorder, args, kwargs)
+    if type(getattr(kind, "__call__", None)) in _C_CALLABLES:  # noqa: B004
+        return functools.partial(number_calls.with_all_settled, function)  # as of json, which asks for a float
     return function
 
 
@@ -452,6 +454,13 @@ def _identity_of(recorder: Recorder, function: Any, args: tuple[Any, ...], _kwar
     return function if owner is args[0] else lambda _: function(owner)
 
 
+def _is(recorder: Recorder, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """`operator.is_(left, right)`."""
+    standins.refuse_identity(recorder, *args[:2])
+    _give(recorder, args, kwargs)
+    return function
+
+
 def _for_real(recorder: Recorder, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """`torch.from_numpy`: a tensor in the array's own memory, which the trace must not stand in for."""
     is_array = any(isinstance(arg, np.ndarray) for arg in (*args, *kwargs.values()))
@@ -545,6 +554,8 @@ BUILTINS: dict[Any, Handler] = {
     dir: _dir,
     globals: _globals,
     next: _next,
+    operator.is_: _is,
+    operator.is_not: _is,
     id: _identity_of,
     hash: _identity_of,
     **dict.fromkeys((torch.from_numpy, torch.as_tensor, torch.asarray, torch.frombuffer), _for_real),

@@ -69,7 +69,7 @@ class LateLedger(Ledger):
         """The number that the graph computes at a leaf."""
         name = self._new_name("late_item")
         self.found[name] = leaf
-        return Number(self, name, Later(kind, find), frozenset([name]))
+        return Number(self, name, Later((kind,), find), frozenset([name]))
 
     def items(self, leaf: Leaf, shape: Sequence[int], kind: type, find: Callable[[], Any]) -> Any:
         """What `tolist()` gives, of numbers."""
@@ -78,7 +78,7 @@ class LateLedger(Ledger):
 
         def part(text: str, rest: Sequence[int], get: Callable[[], Any]) -> Any:
             if not rest:
-                return self.computed(text, Later(kind, get), frozenset([root]))
+                return self.computed(text, Later((kind,), get), frozenset([root]))
             size, *inner = rest
             return [part(f"{text}[{index}]", inner, lambda i=index: get()[i]) for index in range(size)]
 

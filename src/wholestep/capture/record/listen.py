@@ -220,8 +220,11 @@ def _binary(recorder: Recorder, left: Any, right: Any, operator: int) -> None:
         recorder.about_to_change(left)
 
 
-@_hook(2)
+@_hook(0)
 def _identity(recorder: Recorder, left: Any, right: Any) -> None:
+    standins.refuse_identity(recorder, left, right)
+    if type(left) in _QUIET and type(right) in _QUIET:
+        return
     if not _caller_globals().get("__name__", "").startswith("torch."):  # whose layers look whether weights are theirs
         tensors.same_object(recorder, left, right)
     if type(left) is type(right):

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import collections
+import copy
 import math
+import operator
 import sys
 import types
 from typing import TYPE_CHECKING, Any
@@ -49,6 +52,29 @@ def takes_real_numbers(function: Any) -> bool:
 
 def with_settled(function: Any, *args: Any, **kwargs: Any) -> Any:
     return function(*map(numbers.settled, args), **{key: numbers.settled(arg) for key, arg in kwargs.items()})
+
+
+def with_all_settled(function: Any, *args: Any, **kwargs: Any) -> Any:
+    """A call of C code that takes numbers out of containers."""
+    return function(*map(_all_settled, args), **{key: _all_settled(arg) for key, arg in kwargs.items()})
+
+
+def _all_settled(value: Any) -> Any:
+    """A value with plain numbers at all depths; a copy only if there have been others."""
+    if isinstance(value, dict):
+        items: dict[Any, Any] = {key: _all_settled(item) for key, item in value.items()}
+        if all(item is value[key] for key, item in items.items()):
+            return value
+        copied: Any = copy.copy(value)
+        copied.update(items)
+        return copied
+    if not isinstance(value, (list, tuple, collections.deque)):
+        return numbers.settled(value)
+    parts: list[Any] = [_all_settled(part) for part in value]
+    if all(map(operator.is_, parts, value)):
+        return value
+    kind: Any = type(value)
+    return kind._make(parts) if hasattr(kind, "_make") else kind(parts)
 
 
 def of_tensor(recorder: Recorder, function: Any, tensor: torch.Tensor, **kwargs: Any) -> Any:

@@ -23,6 +23,7 @@ lines run after the graph. Its value is found only if Python has to know it (`La
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import hashlib
 import itertools
@@ -145,10 +146,17 @@ def _word(value: Any) -> str:
 
 @dataclass(frozen=True)
 class Later:
-    """The value of a number that nobody has had to know so far: its type, and how to find it."""
+    """The value of a number that nobody has had to know so far: its type, and how to find it.
 
-    kind: type
+    The type may depend on the value (`2**n`, `max(0, loss)`): then it is one of several.
+    """
+
+    kinds: tuple[type, ...]
     find: Callable[[], Any]
+
+    @property
+    def kind(self) -> type:
+        return self.kinds[0]
 
 
 class Number:
@@ -324,6 +332,12 @@ def kind_of(value: Any) -> type:
     return inner.kind if type(inner) is Later else type(inner)
 
 
+def kinds_of(value: Any) -> tuple[type, ...]:
+    """The types that a value may have; more than one only for a number that the graph computes."""
+    inner = value._value if type(value) is Number else value  # pyright: ignore[reportPrivateUsage]
+    return inner.kinds if type(inner) is Later else (type(inner),)
+
+
 def is_late(value: Any) -> bool:
     """Whether a value is a number that only the graph computes."""
     return type(value) is Number and ledger_of(value).is_late
@@ -394,27 +408,36 @@ def _called_late(ledger: Ledger, function: Callable[..., Any], args: tuple[Any, 
     def call(of: Callable[[Any], Any]) -> Any:
         return function(*map(of, args), **{key: of(value) for key, value in kwargs.items()})
 
-    kind = _kind_of_result(call, given)
-    if kind not in _PLAIN_NUMBERS:  # several numbers
+    is_choice = function in (max, min)
+    kinds = tuple(dict.fromkeys(k for v in given for k in kinds_of(v))) if is_choice else _kinds_of_result(call, given)
+    if kinds[0] not in _PLAIN_NUMBERS:  # several numbers
         return call(settled)
-    result = Later(kind, lambda: call(value_of))
+    result = Later(kinds, lambda: call(value_of))
     return ledger.computed(_call_text(ledger, function, args, kwargs), result, origins_of(*given))
 
 
-def _kind_of_result(operation: Callable[[Callable[[Any], Any]], Any], operands: tuple[Any, ...]) -> type:
-    """The type of what an operation gives, tried out with made-up numbers; with the real ones where it takes others."""
-    try:
-        return type(operation(_sample))
-    except Exception:
-        for operand in operands:
-            if is_late(operand):
-                ledger_of(operand).require_known(operand)
-        return type(operation(value_of))
+def _kinds_of_result(operation: Callable[[Callable[[Any], Any]], Any], operands: tuple[Any, ...]) -> tuple[type, ...]:
+    """The types of what an operation gives, tried out with made-up numbers; with real ones where it takes others."""
+    late = {id(operand): operand for operand in operands if is_late(operand)}
+    found: dict[type, None] = {}
+    for samples in itertools.product(*map(_samples, late.values())):
+        made = dict(zip(late, samples))
+
+        def sampled(value: Any, made: dict[int, Any] = made) -> Any:
+            return made[id(value)] if is_late(value) else value_of(value)
+
+        with contextlib.suppress(Exception):
+            found[type(operation(sampled))] = None
+    if found:
+        return tuple(found)
+    for operand in late.values():
+        ledger_of(operand).require_known(operand)
+    return (type(operation(value_of)),)
 
 
-def _sample(value: Any) -> Any:
-    """A number of the same type that has nothing special."""
-    return kind_of(value)(1) if is_late(value) else value_of(value)
+def _samples(number: Number) -> list[Any]:
+    """Numbers of the same type, or of all types that it may have, such that powers of them have all of theirs."""
+    return [kind(sample) for kind in kinds_of(number) for sample in (1, *((-1, 0.5) if kind in (int, float) else (0,)))]
 
 
 def _common_ledger(*values: Any) -> Ledger:

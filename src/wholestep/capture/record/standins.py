@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from wholestep import _torch
-from wholestep.capture.record.numbers import Number, kind_of
+from wholestep.capture.record.numbers import Number, is_late, kind_of, kinds_of
 
 if TYPE_CHECKING:
     from wholestep.capture.record.recorder import Recorder
@@ -36,6 +36,8 @@ def is_stand_in(value: Any) -> bool:
 def type_of(recorder: Recorder, value: Any) -> type:
     """`type(value)` as it would be in eager."""
     if type(value) is Number:
+        if len(kinds_of(value)) > 1:
+            _refuse_types(recorder)
         return kind_of(value)
     if _torch.is_traced(value):
         return nn.Parameter if isinstance(value, nn.Parameter) else torch.Tensor
@@ -44,4 +46,25 @@ def type_of(recorder: Recorder, value: Any) -> type:
 
 def is_instance(recorder: Recorder, value: Any, kinds: Any) -> bool:
     """`isinstance(value, kinds)` for a number as it would be in eager."""
-    return isinstance(type_of(recorder, value)(), kinds)
+    if type(value) is not Number:
+        return isinstance(type_of(recorder, value)(), kinds)
+    [answer, *others] = {isinstance(kind(), kinds) for kind in kinds_of(value)}
+    if others:
+        _refuse_types(recorder)
+    return answer
+
+
+def refuse_identity(recorder: Recorder, left: Any, right: Any) -> None:
+    """Refuse `flag is True` for a value of the graph: Python has one object for each truth value and small number."""
+    if left is not right and any(map(is_late, (left, right))) and {*kinds_of(left)} & {*kinds_of(right)} & {bool, int}:
+        recorder.refuse(
+            "asks with is for a value that is only known when the step runs",
+            "Compare with ==, or use the truth value itself",
+        )
+
+
+def _refuse_types(recorder: Recorder) -> None:
+    recorder.refuse(
+        "asks for the type of a number that depends on a value which is only known when the step runs",
+        "Convert it with float(), or ask after the call",
+    )
