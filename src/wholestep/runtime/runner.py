@@ -193,7 +193,13 @@ class StepRunner:
             else:
                 self._current = fresh
                 fresh.begin(call)
-                return self._run(fresh, call, is_last=False)
+                try:
+                    return self._run(fresh, call, is_last=False)
+                except OtherOutcome as error:  # an operator that checks, which the trace has not asked: eager raises
+                    self._forget(fresh)
+                    if is_budgeted:
+                        raise Raises("the step raises an error, because of a value that it has computed") from error
+                    self._num_outcomes = _MAX_OUTCOMES
         return self._run_in_eager(call)
 
     def _choose_unless_refused(self, call: Call) -> Specialization | None:

@@ -121,6 +121,32 @@ def test_a_check_that_fails_leaves_statistics_and_masks_as_eager_does(make_optim
     assert twins.compiled.num_eager_calls == 2
 
 
+@pytest.mark.parametrize("features", [[X, NAN, NAN, X, NAN, X], [NAN, X, NAN, NAN, X]])
+def test_an_operator_that_checks_fails_again(features: list[Tensor]) -> None:
+    """Its capture asks nothing, so that the graph made for the other course is left as well."""
+    twins = Twins(small_world(), inverts, call=call_safely)
+    for each in features:
+        assert isinstance(twins.step(each), tuple) == (each is NAN)
+    assert twins.compiled.num_eager_calls == sum(each is NAN for each in features)
+
+
+def test_an_operator_that_checks_fails_within_a_memory_budget() -> None:
+    world = small_world()()
+    step = wholestep.compile(inverts, memory_budget=1.0)
+    step(world.model, world.optimizer, X)
+    for _ in range(2):
+        with pytest.raises(wholestep.CaptureError, match="the step raises an error, because of a value"):
+            step(world.model, world.optimizer, NAN)
+    step(world.model, world.optimizer, X)
+
+
+def test_a_first_call_that_raises_does_not_keep_the_others_from_a_graph() -> None:
+    twins = Twins(small_world(), raises, call=call_safely, on_refusal="eager")
+    for features in (NAN, X, X, NAN, X):
+        twins.step(features)
+    assert (twins.num_captures, twins.compiled.num_eager_calls) == (1, 2)
+
+
 def test_a_check_that_fails_at_the_first_call() -> None:
     twins = Twins(small_world(make_optimizer=adam), validates, call=call_safely)
     for features in (NAN, X, NAN, X):
