@@ -23,6 +23,7 @@ from torch._C._dynamo import eval_frame as _eval_frame
 from torch._C._dynamo import guards as _guards
 from torch._dynamo.guards import GuardManagerType
 from torch._dynamo.types import ConvertFrameReturn, FrameAction, FrameExecStrategy
+from torch.fx.experimental.proxy_tensor import _MakefxTracer
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
 from wholestep._threads import only_where
@@ -33,6 +34,18 @@ from wholestep._torch import outside_modes
 def untraced() -> Generator[None]:
     """Run Python for real in the middle of a trace: no mode sees what it calls."""
     with outside_modes(), torch._C.DisableTorchFunction():
+        yield
+
+
+@contextlib.contextmanager
+def no_other_trace(refuse: Callable[[], None], is_here: Callable[[], bool]) -> Generator[None]:
+    """Refuse `make_fx` inside a trace: its graph would hold what stands in for tensors here, as constants."""
+
+    def trace(*_: Any) -> None:
+        refuse()
+
+    chosen = only_where(is_here, trace, _MakefxTracer.trace)
+    with mock.patch.object(_MakefxTracer, "trace", chosen):
         yield
 
 

@@ -249,6 +249,7 @@ def interposed(session: Session, module_names: dict[int, str]) -> Generator[None
     with (
         listening(session),
         _recording_torch.traced_generator(_refuse_seeding, session.is_here),
+        _recording_torch.no_other_trace(_refuse_traces, session.is_here),
         _torch.compiling_flag(not session.questions.is_answering),
         _torch.transparent_checkpoints(session.in_checkpoint_region, session.is_here),
         _replaced(session, torch.autograd, "backward", _traced_backward(session)),
@@ -323,6 +324,14 @@ def _refuse_seeding(call: str) -> None:
         f"the step calls {call}",
         location=source.current_location(),
         advice="Use torch.manual_seed, torch.get_rng_state and torch.set_rng_state, or seed outside the step",
+    )
+
+
+def _refuse_traces() -> None:
+    raise CaptureError(
+        "the step makes a graph of a function itself (make_fx, torch.func.linearize)",
+        location=source.current_location(),
+        advice="Use torch.func.jvp in place of linearize; make graphs outside the step",
     )
 
 

@@ -10,8 +10,11 @@ import torch
 import torch.nn.functional as F
 from tests.twins import Twins, pair, small_world
 from torch import Tensor, nn
-from torch.func import functional_call, grad, hessian, jacfwd, jacrev, jvp, vjp, vmap
+from torch.func import functional_call, grad, hessian, jacfwd, jacrev, jvp, linearize, vjp, vmap
 from torch.optim import Optimizer
+
+import wholestep
+from wholestep import CaptureError
 
 X, Y = pair()
 Loss = Callable[[nn.Module, Tensor, Tensor], Tensor]
@@ -65,6 +68,22 @@ def test_every_step_is_eagers(loss: Loss) -> None:
     twins = Twins(small_world(), step)
     twins.steps(4, X, Y)
     assert twins.num_captures == 1
+
+
+def test_a_trace_inside_the_step_is_refused() -> None:
+    """Its graph would hold the stand-ins of the step's own trace, and leave them in the gradients."""
+
+    def step(model: nn.Module, optimizer: Optimizer, features: Tensor, targets: Tensor) -> Tensor:
+        optimizer.zero_grad()
+        output, push = linearize(model, features)
+        value = F.mse_loss(output + push(features), targets)
+        value.backward()
+        optimizer.step()
+        return value
+
+    world = small_world()()
+    with pytest.raises(CaptureError, match=r"test_transforms\.py:\d+: the step makes a graph of a function itself"):
+        wholestep.compile(step)(world.model, world.optimizer, X, Y)
 
 
 @pytest.mark.parametrize("detach", [False, True])
