@@ -6,7 +6,7 @@
     if mask.any(): ...              of the batch alone: known before the graph runs (`questions`)
 
 What counts as a check is told in `checks`. To know which way this very call goes, the nodes that a value depends on are
-run on the real tensors, from the state that the random number generators have before the step.
+run on the real tensors (`preview`).
 """
 
 from __future__ import annotations
@@ -19,13 +19,11 @@ from torch import fx
 
 from wholestep import _recording_torch, _torch
 from wholestep.capture import blank, checks, source
-from wholestep.capture.build import target_of
-from wholestep.capture.questions import ancestors
+from wholestep.capture.preview import Preview
 from wholestep.capture.record.again import Raises
 from wholestep.capture.record.late import Check, Leaf, OtherOutcome, Requirement
 from wholestep.capture.record.numbers import Number, origins_of
 from wholestep.errors import CaptureError
-from wholestep.graph import map_nodes, ops
 
 if TYPE_CHECKING:
     from wholestep.capture.session import Session
@@ -45,12 +43,10 @@ class Looks:
         """The node behind each leaf of the late ledger."""
         self._certain: set[str] = set()
         """Leaves whose values guards make certain."""
-        self._values: dict[fx.Node, Any] = {}
+        self._preview = Preview(session)
         self.requirements: list[Requirement] = []
         self.gradients_before: dict[int, torch.Tensor] = {}
         """By id: parameters whose gradient from before the call was still there at the first look."""
-        self._states: list[torch.Tensor] = []
-        """Of all generators: where they are after the draws that have been looked at."""
         self._nothing = _torch.fake_like(session.fake_mode, _NOTHING, "nothing")
         late = session.recorder.late
         late.judge, late.require, late.numbers = self._judge, self._require, session.numbers
@@ -89,7 +85,7 @@ class Looks:
         self, tensor: torch.Tensor, node: fx.Node, read: Callable[[torch.Tensor], Any], *, is_list: bool = False
     ) -> tuple[Leaf, type, Callable[[], Any]]:
         kind = bool if tensor.dtype is torch.bool else float if tensor.dtype.is_floating_point else int
-        return Leaf(_torch.from_functional(tensor), is_list), kind, lambda: self._real(node, read)
+        return Leaf(_torch.from_functional(tensor), is_list), kind, lambda: self._preview.read(node, read)
 
     def _name(self, number: Number, node: fx.Node) -> None:
         [name] = origins_of(number)
@@ -158,44 +154,6 @@ class Looks:
         # In no checkpoint region: what is looked at is not looked at again in the backward.
         node.meta |= {"val": self._nothing, "source": source.current_line()}
         node.meta["phase"] = session.phase_now()
-
-    # What it is in this call
-
-    def _real(self, node: fx.Node, read: Callable[[torch.Tensor], Any]) -> Any:
-        """What can be read from what a node computes in this very call."""
-        session = self._session
-        order = [*session.tracer.graph.nodes]
-        wanted = {*ancestors(node)}
-        last = max(index for index, other in enumerate(order) if other in wanted)
-        draws = [other for other in order[:last] if ops.has_effect(other)]
-        wanted |= {needed for other in draws for needed in ancestors(other)}
-        reals, generators = session.reals(), _recording_torch.generators()
-        before = [generator.get_state() for generator in generators]
-        try:
-            with _recording_torch.untraced(), _torch.real_kernels():
-                _put(generators, self._states)
-                for other in order[: last + 1]:
-                    if other in wanted and other not in self._values:
-                        self._values[other] = self._run(other, reals)
-                self._states = [generator.get_state() for generator in generators]
-                return read(self._values[node])
-        finally:
-            _put(generators, before)
-
-    def _run(self, node: fx.Node, reals: dict[str, Any]) -> Any:
-        if node.op == "placeholder":
-            return reals[node.name]
-        if node.op == "get_attr":
-            return getattr(self._session.tracer.root, str(node.target))
-        if node.target is _recording_torch.REQUIRE:
-            return _NOTHING
-        args, kwargs = map_nodes((node.args, node.kwargs), self._values.__getitem__)
-        return target_of(node)(*args, **kwargs)
-
-
-def _put(generators: list[torch.Generator], states: list[torch.Tensor]) -> None:
-    for generator, state in zip(generators, states):
-        generator.set_state(state)
 
 
 def _refused(where: str = "") -> CaptureError:

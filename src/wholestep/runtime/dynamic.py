@@ -46,6 +46,13 @@ def fewer_dims(dynamic_batch: bool | str, refused: Dims) -> bool | str:
     return "batch" if dynamic_batch == "auto" and any(dim for _, dim in refused) else False
 
 
+def what_is_fixed(dynamic_batch: bool | str) -> str:
+    """What cannot be had after that, for a log."""
+    if dynamic_batch is False:
+        return "a dynamic batch, each size is captured apart"
+    return "other dynamic sizes than that of the batch, each is captured apart"
+
+
 def _changed(call: Call, specializations: Iterable[Specialization]) -> Dims:
     for known in reversed([*specializations]):
         if known.capture.spec != call.spec:

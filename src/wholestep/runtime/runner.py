@@ -42,7 +42,7 @@ from wholestep.runtime import differential
 from wholestep.runtime.arguments import refuse_tensor_keys
 from wholestep.runtime.data_parallel import DataParallel, Replicas
 from wholestep.runtime.dry_run import ImaginedReplicas, uncompiled_regions
-from wholestep.runtime.dynamic import choose_dynamic_dims, fewer_dims
+from wholestep.runtime.dynamic import choose_dynamic_dims, fewer_dims, what_is_fixed
 from wholestep.runtime.guards import Call
 from wholestep.runtime.heap import keep_freed_memory
 from wholestep.runtime.measured import Measured, run_measured
@@ -568,14 +568,7 @@ class StepRunner:
                     raise
                 refusal, self._dynamic = refusal or error, fewer_dims(self._dynamic, dims)
         if refusal is not None:
-            logger.warning(
-                "%s cannot have %s: %s",
-                self._name,
-                "a dynamic batch, each size is captured apart"
-                if self._dynamic is False
-                else "other dynamic sizes than that of the batch, each is captured apart",
-                refusal,
-            )
+            logger.warning("%s cannot have %s: %s", self._name, what_is_fixed(self._dynamic), refusal)
         return captured
 
     def _remember(self, fresh: Specialization) -> None:

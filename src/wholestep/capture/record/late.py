@@ -111,7 +111,7 @@ class LateLedger(Ledger):
         if self.judge(late):
             return
         super().assume(text)
-        code, numbers = self.slice_of([], [self.lines[-1]]), self.numbers
+        code, numbers = self.slice_of([], [f"assume({text})"]), self.numbers
         self.require(lambda tensors: code.run(tensors, numbers), code.leaves, outcome)
 
     def slice_of(self, wanted: Iterable[str], assumptions: Iterable[str] = ()) -> Code:
