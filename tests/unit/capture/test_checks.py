@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import random
 from collections.abc import Callable
 from typing import Any
 
@@ -250,6 +251,31 @@ def test_checks_are_verified_too() -> None:
     twins = Twins(small_world(), skips, verify=4)
     for features in (X, NAN, X, NAN, X):
         twins.step(features)
+
+
+def test_a_call_that_leaves_its_graph_is_verified_once(capsys: pytest.CaptureFixture[str]) -> None:
+    """The graph that it leaves knows nothing of what the other course prints and writes."""
+
+    def step(world: World, features: Tensor) -> Any:
+        world.seen.add_(1)
+        loss = world.model(features).square().mean()
+        if not torch.isfinite(loss):
+            return "skipped"
+        print("trained", trained(loss, world.optimizer).item())
+        world.log.append(random.random())
+        return loss.item()
+
+    def build() -> World:
+        world = small_world()()
+        world.log, world.seen = [], torch.zeros(2)
+        return world
+
+    twins = Twins(build, step, call=lambda world, step, *args: step(world, *args), verify=5)
+    for features in (NAN, NAN, X, NAN, X):
+        twins.step(features)
+        lines = capsys.readouterr().out.splitlines()
+        assert lines[::2] == lines[1::2]
+        assert len(lines) == (0 if features is NAN else 2)
 
 
 def test_no_update_waits_in_a_step_that_may_be_left(caplog: pytest.LogCaptureFixture) -> None:
