@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from tests.twins import Twins, World, mse_step, pair, small_world
+from tests.twins import Twins, World, mse_step, pair, small_world, square_step
 from torch import Tensor, nn
 from torch.optim import SGD, Optimizer
 
@@ -307,3 +307,19 @@ def test_numbers_have_names_of_their_own() -> None:
     found = [name_of(ledger.leaf(1, path)) for path in paths]
     assert len({*found}) == len(found)
     assert all(name.isidentifier() for name in found)
+
+
+def test_the_larger_of_a_rate_and_an_integer_keeps_its_type() -> None:
+    def step(model: nn.Module, optimizer: Optimizer, features: Tensor) -> object:
+        square_step(model, optimizer, features)
+        rate = optimizer.param_groups[0]["lr"]
+        return max(rate, 1), min(rate, 1), max(0.5, rate)
+
+    def set_rate(world: World, rate: float) -> None:
+        world.optimizer.param_groups[0]["lr"] = rate
+
+    twins = Twins(small_world(), step)
+    for rate in (0.05, 2.0, 0.1, 3.0):
+        twins.change(lambda world, rate=rate: set_rate(world, rate))
+        twins.step(pair()[0])
+    assert twins.num_captures == 2

@@ -411,10 +411,14 @@ _GETTERS: dict[type, Callable[..., None]] = {
 
 
 def _pick(symbolic: Callable[[Any, Any], Any]) -> Handler:
-    """`min(a, b)` and `max(a, b)` of symbols, which Python's own would ask for their values (rates are clipped so)."""
+    """`min(a, b)` and `max(a, b)` of symbols, which Python's own would ask for their values (rates are clipped so).
+
+    Python asks if one is an int and the other a float: its result may be either, a symbol is always a float.
+    """
 
     def handler(recorder: Recorder, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if len(args) == 2 and any(type(arg) is torch.SymFloat for arg in args) and standins.are_numbers(args):
+        is_symbolic = any(type(arg) is torch.SymFloat for arg in args) and standins.are_numbers(args)
+        if len(args) == 2 and is_symbolic and len({standins.type_of(recorder, arg) for arg in args}) == 1:
             return functools.partial(number_calls.with_symbols, recorder, symbolic)
         if len(args) > 1 and not kwargs and any(map(numbers.is_late, args)) and numbers.are_numbers(*args):
             return functools.partial(number_calls.compute, function)
