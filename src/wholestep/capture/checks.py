@@ -35,6 +35,8 @@ _PLUMBING = tuple(
 """Code of torch that is between somebody who asks and the answer."""
 _OF_FINITENESS = (math.isfinite, math.isnan, math.isinf)
 _ENDS = frozenset(["RETURN_VALUE", "RETURN_CONST", "RETURN_GENERATOR", "YIELD_VALUE", "SEND"])
+_PROLOGUE = 12
+"""So many instructions of a handler show whether it is one: what tells the recorder comes first."""
 _RAISES = frozenset(["RAISE_VARARGS", "RERAISE"])
 
 
@@ -99,6 +101,30 @@ def _is_drawn(node: fx.Node) -> bool:
     """Whether a value depends on random numbers alone."""
     needed = ancestors(node)
     return any(map(ops.draws, needed)) and all(other.op == "call_function" for other in needed)
+
+
+def is_handled() -> bool:
+    """Whether the step would handle an error that came up now, by `except` or `finally`."""
+    frame = _asking_frame()
+    while frame is not None and frame.f_code.co_name != "_traced_run":
+        if source.is_user_file(frame.f_code.co_filename) and _has_handler(frame):
+            return True
+        frame = frame.f_back
+    return False
+
+
+def _has_handler(frame: FrameType) -> bool:
+    code = dis.Bytecode(frame.f_code)
+    entries: Any = getattr(code, "exception_entries", ())
+    targets = {entry.target for entry in entries if entry.start <= frame.f_lasti < entry.end}
+    names = {one.offset: one.opname for one in code} if targets else {}
+    offsets = [*names]
+    for target in targets:
+        following = [names[offset] for offset in offsets[offsets.index(target) :][:_PROLOGUE]]
+        begin = following.index("PUSH_EXC_INFO") if "PUSH_EXC_INFO" in following else None
+        if begin is not None and following[begin + 1] != "WITH_EXCEPT_START":
+            return True
+    return False
 
 
 def leads_to_an_error(outcome: bool) -> bool:

@@ -50,6 +50,7 @@ class Looks:
         self._nothing = _torch.fake_like(session.fake_mode, _NOTHING, "nothing")
         late = session.recorder.late
         late.judge, late.require, late.numbers = self._judge, self._require, session.numbers
+        late.is_handled = checks.is_handled
         session.recorder.number_in = self.number
 
     def number(self, tensor: Any) -> Number | None:

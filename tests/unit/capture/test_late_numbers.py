@@ -218,3 +218,36 @@ def test_json_takes_numbers_of_python_for_numbers() -> None:
         return world
 
     trained(step, captures=5, build=build)
+
+
+TRIED = {
+    "exponential": ("math.exp(value * 1e4)", True),
+    "division": ("1 / value", True),
+    "power": ("value ** 2", True),
+    "rounded": ("round(value)", True),
+    "product": ("value * 2 + 1", False),
+    "share": ("value / 4", False),
+    "finite": ("math.isfinite(value)", False),
+}
+
+
+@pytest.mark.parametrize(("expression", "is_refused"), TRIED.values(), ids=TRIED)
+def test_computations_that_a_handler_is_there_for(expression: str, is_refused: bool) -> None:
+    program = f"""
+import contextlib, math
+def step(world, features, targets):
+    value = mse_step(world.model, world.optimizer, features, targets).item()
+    try:
+        value = {expression}
+    except (OverflowError, ZeroDivisionError):
+        value = 0.0
+    with contextlib.nullcontext():
+        return value, math.exp(-abs(value))
+"""
+    names: dict[str, Any] = {"mse_step": mse_step, "__name__": "tried"}
+    exec(compile(program, "tried.py", "exec"), names)
+    if not is_refused:
+        trained(names["step"], captures=1)
+        return
+    with pytest.raises(wholestep.CaptureError, match=r"tried.py:6: .* only known when the step runs"):
+        wholestep.compile(names["step"])(small_world()(), X, Y)

@@ -53,6 +53,7 @@ class LateLedger(Ledger):
     is_late: ClassVar[bool] = True
     judge: Callable[[tuple[Number, ...]], bool] = lambda numbers: False
     require: Callable[[Check, Sequence[str], bool | None], None] = lambda check, leaves, outcome: None
+    is_handled: Callable[[], bool] = lambda: False
     numbers: dict[str, Any] = field(default_factory=dict[str, Any])
     """The numbers of the running call that are known before the graph runs."""
     imported: set[str] = field(default_factory=set[str])
@@ -101,6 +102,11 @@ class LateLedger(Ledger):
         if not ledger_of(number).is_late:
             self.imported.add(name_of(number))
         return name_of(number)
+
+    def require_unhandled(self, *values: Any) -> None:
+        """An error would come after the graph has run, when no handler of the step is there any more."""
+        if self.is_handled():
+            self.require_known(*values)
 
     def require_known(self, *values: Any) -> None:
         self.judge(tuple(value for value in values if type(value) is Number and ledger_of(value).is_late))

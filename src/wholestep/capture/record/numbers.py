@@ -58,6 +58,11 @@ _OPERATORS: dict[str, Callable[..., Any]] = {
     **{symbol: getattr(operator, name) for name, symbol in _COMPARISONS.items()},
 }
 _PLAIN_NUMBERS = (int, float, bool)
+_TOTAL: tuple[Any, ...] = (
+    *(operator.add, operator.sub, operator.mul, operator.neg, operator.pos, abs, float, max, min),
+    *(math.isfinite, math.isnan, math.isinf),
+)
+"""What never raises."""
 _SYMBOLS = (torch.SymInt, torch.SymFloat, torch.SymBool)
 
 
@@ -98,6 +103,9 @@ class Ledger:
     def text(self, function: Callable[..., str], number: Number, *spec: str) -> str:
         """What a function makes of a number, which is taken for granted."""
         return function(settled(number), *spec)
+
+    def require_unhandled(self, *_: Any) -> None:
+        """Python is about to compute something of some numbers that may raise."""
 
     def named(self, number: Number) -> str:
         """How a line spells a number, which may stand in another ledger."""
@@ -404,6 +412,8 @@ def _call_text(ledger: Ledger, function: Callable[..., Any], args: tuple[Any, ..
 def _called_late(ledger: Ledger, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """A call that is made after the graph has run, and now only for the type of its result."""
     given = (*args, *kwargs.values())
+    if not _cannot_raise(function, args):
+        ledger.require_unhandled(*given)
 
     def call(of: Callable[[Any], Any]) -> Any:
         return function(*map(of, args), **{key: of(value) for key, value in kwargs.items()})
@@ -414,6 +424,13 @@ def _called_late(ledger: Ledger, function: Callable[..., Any], args: tuple[Any, 
         return call(settled)
     result = Later(kinds, lambda: call(value_of))
     return ledger.computed(_call_text(ledger, function, args, kwargs), result, origins_of(*given))
+
+
+def _cannot_raise(function: Callable[..., Any], args: tuple[Any, ...]) -> bool:
+    """Whether a call goes well whatever its numbers are."""
+    if function is operator.truediv and type(args[1]) in (int, float):
+        return args[1] != 0
+    return function in _TOTAL
 
 
 def _kinds_of_result(operation: Callable[[Callable[[Any], Any]], Any], operands: tuple[Any, ...]) -> tuple[type, ...]:
