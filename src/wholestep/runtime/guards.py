@@ -100,7 +100,8 @@ def _arguments_guard(capture: Capture, call: Call) -> Check:
     tensors = [isinstance(leaf, torch.Tensor) for leaf in call.leaves]
     # What the step reads of dicts and lists has been noted: names of files, that nobody reads, may change.
     is_read_as_item = [len(way) > 3 and all(step is Step.ITEM for step, _ in way[2:]) for way in ways]
-    known = [where.tensor for where in capture.bindings.values() if isinstance(where, FixedTensor)]
+    fixed = [where.tensor for where in capture.bindings.values() if isinstance(where, FixedTensor)]
+    known = {id(tensor): -1 - index for index, tensor in enumerate(fixed)}  # the capture keeps them
     places = first_places(call.leaves, known)
     symbolic_sizes = _SymbolicSizes(capture, call) if dims else None
 

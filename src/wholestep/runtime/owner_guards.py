@@ -7,7 +7,8 @@ compared in one call of C++. What has been written to is looked at, item by item
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -74,11 +75,11 @@ def type_difference(expected: tuple[Any, ...], found: tuple[Any, ...]) -> str:
     return next(f"{name} {old} -> {new}" for name, old, new in zip(names, expected, found, strict=True) if old != new)
 
 
-def first_places(leaves: Iterable[Any], known: Iterable[torch.Tensor] = ()) -> list[int]:
-    """For each tensor leaf: the first leaf that is the same object, or which of the `known` tensors it is (-1, ...)."""
-    first = {id(tensor): -1 - index for index, tensor in enumerate(known)}
+def first_places(leaves: Iterable[Any], known: Mapping[int, int] = MappingProxyType({})) -> list[int]:
+    """For each tensor leaf: the first leaf that is the same object, or what is `known` of that, by its id."""
+    first: dict[int, int] = {}
     tensors = [(index, id(leaf)) for index, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
-    return [first.setdefault(key, index) for index, key in tensors]
+    return [known[key] if key in known else first.setdefault(key, index) for index, key in tensors]
 
 
 def shared_memory(capture: Capture, leaves: list[Any] | None = None) -> str | None:
