@@ -302,3 +302,17 @@ def test_a_step_that_raises_at_first_is_not_refused() -> None:
     for features in (NAN, X, X, NAN, X):
         twins.step(features)
     assert (twins.num_captures, twins.compiled.num_eager_calls) == (1, 2)
+
+
+@pytest.mark.slow
+def test_a_lowered_graph_writes_nothing_before_it_has_looked() -> None:
+    worlds = [small_world(lambda: nn.Sequential(nn.BatchNorm1d(4), nn.Linear(4, 3)), adam)() for _ in range(2)]
+    worlds[1].model.load_state_dict(worlds[0].model.state_dict())
+    steps: list[Step] = [normalizes, wholestep.compile(normalizes, lower="inductor")]
+    for features in (X, NAN, X, NAN, X):
+        outcomes = [call_safely(world, step, features) for world, step in zip(worlds, steps, strict=True)]
+        assert isinstance(outcomes[0], tuple) is isinstance(outcomes[1], tuple)
+        seen = [observe(world) for world in worlds]
+        assert seen[0].keys() == seen[1].keys()
+        for name, value in seen[0].items():
+            torch.testing.assert_close(seen[1][name], value, equal_nan=True, msg=name)

@@ -58,6 +58,15 @@ def trained(step: Callable[..., Any], captures: int, build: Callable[[], World] 
     return twins
 
 
+def assert_said_alike(capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture) -> None:
+    """Eager and the compiled step took turns, three times: they have printed and logged the same, each time another."""
+    printed = [line for line in capsys.readouterr().out.splitlines() if line.startswith("loss")]
+    logged = [record.getMessage() for record in caplog.records if record.name == "tests.late"]
+    for lines in (printed, logged):
+        assert lines[::2] == lines[1::2]
+        assert len(set(lines)) == 3
+
+
 RETURNED: dict[str, Callable[[Tensor, Tensor], Any]] = {
     "item": lambda loss, x: loss.item(),
     "float": lambda loss, x: float(loss.detach()),
@@ -137,11 +146,7 @@ def test_what_is_printed_and_logged(capsys: pytest.CaptureFixture[str], caplog: 
     twins = Twins(small_world(), step, call=lambda world, step, *args: step(world, *args))
     for seed in range(3):
         twins.step(*pair(seed=seed))
-    printed = [line for line in capsys.readouterr().out.splitlines() if line.startswith("loss")]
-    logged = [record.getMessage() for record in caplog.records if record.name == "tests.late"]
-    for lines in (printed, logged):
-        assert lines[::2] == lines[1::2]
-        assert len(set(lines)) == 3
+    assert_said_alike(capsys, caplog)
 
 
 TOLD_APART: dict[str, Callable[[Tensor, Tensor], Any]] = {

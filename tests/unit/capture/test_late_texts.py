@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import sys
 import types
@@ -10,6 +9,7 @@ from typing import Any
 
 import pytest
 from tests.twins import Twins, World, mse_step, pair, small_world
+from tests.unit.capture.test_late_numbers import assert_said_alike
 
 import wholestep
 from wholestep import CaptureError
@@ -125,9 +125,4 @@ def test_text_is_printed_and_logged(capsys: pytest.CaptureFixture[str], caplog: 
     twins = Twins(build, step, call=lambda world, step, *args: step(world, *args))
     for seed in range(3):
         twins.step(*pair(seed=seed))
-    printed = [line for line in capsys.readouterr().out.splitlines() if line.startswith("loss")]
-    logged = [record.getMessage() for record in caplog.records if record.name == "tests.late"]
-    for lines in (printed, logged):
-        assert lines[::2] == lines[1::2]
-        assert len(set(lines)) == 3
-    assert json.dumps(printed).isascii()
+    assert_said_alike(capsys, caplog)
