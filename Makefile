@@ -2,6 +2,7 @@ PYTHON ?= $(shell command -v python3.11 || command -v python3)
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.setup-stamp
+INTEGRATIONS_STAMP := $(VENV)/.integrations-stamp
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 
 # One BLAS thread per pytest worker: two workers with a thread pool each only fight over two cores.
@@ -17,7 +18,7 @@ export PYRIGHT_PYTHON_IGNORE_WARNINGS := 1
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup demo test test-slow test-pipeline test-browser test-root lint format bench bench-parallel bench-pipeline bench-simulate bench-soak bench-guards gpu clean
+.PHONY: help setup demo test test-slow test-pipeline test-integrations test-browser test-root lint format bench bench-parallel bench-pipeline bench-simulate bench-soak bench-guards gpu clean
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-14s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -38,6 +39,12 @@ $(STAMP): pyproject.toml constraints.txt
 	@touch $@
 	@echo "setup done"
 
+# Beside `setup`: the frameworks bring as many packages as everything else together. torch is there already, and stays.
+$(INTEGRATIONS_STAMP): $(STAMP)
+	@echo "setup: transformers, accelerate, lightning, timm and peft"
+	@$(PIP) install -qq --constraint constraints.txt --no-build-isolation --editable '.[integrations]'
+	@touch $@
+
 demo: setup ## Compile a training step, show what changed and check it against eager
 	@$(BIN)/python -m wholestep.cli demo
 
@@ -45,11 +52,14 @@ test: setup ## Run the tests (not slow, gpu, root or browser)
 	@$(PYTEST) $(ARGS)
 
 test-slow: setup ## Run the slow tests
-	@$(PYTEST) -m "slow and not gpu and not root" $(ARGS)
+	@$(PYTEST) -m "slow and not gpu and not root and not integration" $(ARGS)
 
 test-pipeline: setup ## Run all tests of pipelines, with every model, schedule and number of ranks
-	@$(PYTEST) -m "not gpu and not root" tests/unit/pipe tests/unit/runtime/pipeline tests/property/test_schedules.py \
+	@$(PYTEST) -m "not gpu and not root and not integration" tests/unit/pipe tests/unit/runtime/pipeline tests/property/test_schedules.py \
 		tests/distributed/test_pipeline.py tests/distributed/test_pipeline_ranks.py $(ARGS)
+
+test-integrations: $(INTEGRATIONS_STAMP) ## Run the tests with transformers, accelerate, lightning, timm and peft, which it installs
+	@$(PYTEST) -m "integration and not gpu" tests/integrations $(ARGS)
 
 test-browser: setup ## Look at reports in a headless browser (chromium)
 	@$(BIN)/python -m pytest -m browser tests/unit/report $(ARGS)
@@ -85,7 +95,7 @@ bench-simulate: setup ## Hold the simulator against steps over slow links (root 
 	@$(BIN)/python -m benchmarks.simulate $(ARGS)
 
 test-root: setup ## Run the tests that need root (network namespaces)
-	@$(PYTEST) -m "root and not gpu" $(ARGS)
+	@$(PYTEST) -m "root and not gpu and not integration" $(ARGS)
 
 gpu: ## Run the GPU tests, then the GPU benchmarks where there are some
 	@PYTHONPATH=src:vendor $(GPU_PYTHON) -m pytest -m gpu tests/gpu $(ARGS)

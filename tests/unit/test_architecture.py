@@ -39,6 +39,9 @@ _PRIVATE += ("_recording_torch", "_waiting_torch")
 TORCH_FILES = (TORCH_FILE, *(f"{name}.py" for name in _PRIVATE))
 SETTINGS_FILE = "_settings.py"
 
+# Packages of other people's training loops.
+FRAMEWORKS = {"transformers", "accelerate", "lightning", "timm", "peft"}
+
 # Modules beside the rooms that every room may import; they import no room themselves.
 GROUND = {"errors", "_torch", *_PRIVATE, "_version", "_logging", "_settings", "_output", "_threads"}
 # Below runtime options are passed in one by one: no room there reads settings or installs log handlers.
@@ -66,6 +69,8 @@ ROOMS: dict[str, set[str]] = {
     "sim": _JOINED,
     "api": _VIEWS,
     "cli": _VIEWS | {"api", "zoo", PACKAGE},
+    # adapters for frameworks, which a user of those imports; they call what every user calls
+    "integrations": {PACKAGE},
     "zoo": set(),
     # the package's own __init__ lists the public names
     PACKAGE: _VIEWS | {"api"},
@@ -226,7 +231,24 @@ def environment_reads(tree: ast.Module, path: str) -> Iterator[Finding]:
                 pass
 
 
-CHECKERS: list[Checker] = [private_torch, import_direction, sizes, environment_reads]
+def frameworks(tree: ast.Module, path: str) -> Iterator[Finding]:
+    """Who imports the package needs no framework: each is imported by its own adapter alone, and the room by nobody."""
+    own = path.removeprefix("integrations/").removesuffix(".py").split("/")[0] if "/" in path else ""
+    for node in ast.walk(tree):
+        match node:
+            case ast.Import(names):
+                modules = [alias.name for alias in names]
+            case ast.ImportFrom(module=str(module), level=0):
+                modules = [module]
+            case _:
+                continue
+        for module in modules:
+            package = module.split(".")[0]
+            if package in FRAMEWORKS and package != own:
+                yield node.lineno, f"{package} is imported outside integrations/{package}"
+
+
+CHECKERS: list[Checker] = [private_torch, import_direction, sizes, environment_reads, frameworks]
 
 
 def violations(checker: Checker, source: str, path: str) -> list[str]:
@@ -393,3 +415,12 @@ def test_an_environment_read_is_found(source: str) -> None:
 )
 def test_mentions_and_writes_pass(source: str) -> None:
     assert violations(environment_reads, source, "api.py") == []
+
+
+@pytest.mark.parametrize("source", ["import transformers", "def f():\n    from accelerate.utils import x"])
+def test_a_framework_outside_its_adapter_is_found(source: str) -> None:
+    assert len(violations(frameworks, source, "capture/x.py")) == 1
+    assert len(violations(frameworks, source, "api.py")) == 1
+    assert len(violations(frameworks, source, "integrations/timm.py")) == 1
+    own = "transformers" if "transformers" in source else "accelerate"
+    assert violations(frameworks, source, f"integrations/{own}.py") == []

@@ -24,6 +24,8 @@ ROOT = Path(__file__).parents[2]
 PAGES = sorted(
     [*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("examples/*.md"), *ROOT.glob("benchmarks/*.md")]
 )
+# Code that needs packages of the extra [integrations]: `tests/integrations` runs it.
+NEEDS_FRAMEWORKS = {ROOT / "docs/integrations.md"}
 TIMEOUT_S = 120
 
 _BLOCK = re.compile(r"^```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)
@@ -91,7 +93,7 @@ def test_the_pages_that_should_have_code_have_some() -> None:
     assert {"README.md", "CONTRIBUTING.md", "docs/quickstart.md", "docs/errors.md"} <= names
 
 
-@pytest.mark.parametrize("page", PAGES_WITH_CODE, ids=name_of)
+@pytest.mark.parametrize("page", [page for page in PAGES_WITH_CODE if page not in NEEDS_FRAMEWORKS], ids=name_of)
 def test_the_code_runs(page: Path, tmp_path: Path) -> None:
     run(page, folder=tmp_path)
 
