@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 import wholestep
 
 World = SimpleNamespace
-"""Models, optimizers and whatever else a step works on, as attributes."""
+"""Models, optimizers and whatever else a step works on, as attributes; those that begin with `_` are not compared."""
 
 
 class SmallNet(nn.Module):
@@ -149,18 +149,22 @@ class Twins:
                 kept.append(self._call(self.worlds[side], step, *own_args))
                 seen.append(self._look(side) | picture({"argument": own_args, **generators()})[0])
             seen[-1] |= picture({"output": kept[-1]}, torchs_by_value=True)[0]
-        _fail_on(f"step {self._number}", differences(seen[0], seen[1]))
+        self._compare(f"step {self._number}", seen[0], seen[1])
         if self._compare_kept:
             eager, compiled = (picture({"output": kept}, torchs_by_value=True)[0] for kept in self._kept)
-            _fail_on(f"outputs kept until step {self._number}", differences(eager, compiled))
+            self._compare(f"outputs kept until step {self._number}", eager, compiled)
         return self._kept[1][-1]
+
+    def _compare(self, where: str, eager: Picture, compiled: Picture) -> None:
+        _fail_on(where, differences(eager, compiled))
 
     def _look(self, side: int) -> Picture:
         # Whoever looks has waiting updates applied; a picture looks past the ways in which that is noticed.
         for value in vars(self.worlds[side]).values():
             if isinstance(value, nn.Module):
                 list(value.parameters())
-        roots = {**vars(self.worlds[side]), "step": self._functions[side]}
+        compared = {name: value for name, value in vars(self.worlds[side]).items() if not name.startswith("_")}
+        roots = {**compared, "step": self._functions[side]}
         seen, self._before[side] = picture(roots, self._before[side], torchs_by_value=True)
         return seen
 
