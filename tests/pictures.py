@@ -79,6 +79,9 @@ def differences(expected: Picture, actual: Picture, names: tuple[str, str] = ("e
     for place in [*expected, *(place for place in actual if place not in expected)]:
         left, right = expected.get(place, "nothing"), actual.get(place, "nothing")
         if isinstance(left, Tensor) and isinstance(right, Tensor):
+            if left.device != right.device:
+                lines.append(f"{place}: on {left.device} in {names[0]}, on {right.device} in {names[1]}")
+                continue
             if left.dtype == right.dtype and torch.equal(left, right):
                 continue
             lines += tensor_differences({place: left}, {place: right})

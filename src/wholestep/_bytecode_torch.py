@@ -34,6 +34,8 @@ __all__ = ["Instruction", "create_instruction", "inserted", "kept", "load_cell",
 
 # From 3.13 on the empty place of a call lies above its callable, before that below it.
 NULL_ABOVE = sys.version_info >= (3, 13)
+_CALLABLE = (False, True) if NULL_ABOVE else (True, False)
+"""What an instruction that loads for a call pushes, as `null_stacks` has it."""
 
 
 Edit = Callable[[Instruction], list[Instruction]]
@@ -160,11 +162,11 @@ def _stack_after(stack: list[bool], instruction: Instruction, *, is_jump: bool) 
     if name == "PUSH_NULL":
         return [*stack, True]
     if name == "LOAD_GLOBAL" and arg is not None and arg & 1:
-        return [*stack, True, False]
+        return [*stack, *_CALLABLE]
     if name == "LOAD_METHOD" or (
         name in ("LOAD_ATTR", "LOAD_SUPER_ATTR") and arg is not None and _is_method(name, arg)
     ):
-        return [*stack[: -3 if name == "LOAD_SUPER_ATTR" else -1], True, False]
+        return [*stack[: -3 if name == "LOAD_SUPER_ATTR" else -1], *_CALLABLE]
     if name in ("PRECALL", "KW_NAMES"):
         return stack
     if name == "CALL":
