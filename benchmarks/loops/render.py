@@ -58,6 +58,7 @@ def page(loops: Mapping[str, Loop], outcomes: Mapping[str, Outcome]) -> str:
     """The page: totals, one row for each loop, the refusals with their edits."""
     from benchmarks.loops.trial import TOLERANCE
 
+    outcomes = {name: outcomes[name] for name in loops if name in outcomes}
     rows = [_row(loops[name], outcome) for name, outcome in outcomes.items()]
     refused = [_refusal(name, outcome) for name, outcome in outcomes.items() if not outcome.runs]
     parts = [HEAD.format(tolerance=TOLERANCE), _totals(loops, outcomes)]

@@ -156,6 +156,8 @@ def _try_once(loop: Loop, eager_only: bool) -> Outcome:
             traceback.print_exc()
     if verdict == "bitwise" and sides.largest:
         verdict, detail = "close", f"{sides.largest:.0e}"
+    if not eager_only and os.environ.get("LOOPS_TRACEBACK"):
+        print("\n".join(sides.compiled.recompile_reasons))
     captures, in_eager = (0, 0) if eager_only else (sides.num_captures, sides.compiled.num_eager_calls)
     return Outcome(verdict, captures, in_eager, loop.calls, detail, line)
 

@@ -26,7 +26,7 @@ from torch.optim import Optimizer
 
 from wholestep import _recording_torch, _torch
 from wholestep._threads import one_at_a_time
-from wholestep.capture import binding, blank, build, discover, refusals, source, swap, switches, tree
+from wholestep.capture import binding, blank, build, discover, options, refusals, source, swap, switches, tree
 from wholestep.capture.collect import Collected, collect, foreign_state
 from wholestep.capture.discover import Reachable
 from wholestep.capture.functional import Functional
@@ -243,7 +243,7 @@ def _trace(call: _Call) -> tuple[_Call, fx.GraphModule, Collected]:
     """Trace one call; whatever the step raises becomes a `CaptureError`."""
     function, found = call.function, call.found
     call.states = {name: {**initial_state(opt), **opt.state} for name, opt in found.optimizers.items()}
-    call.flags = {name: _flags(opt) for name, opt in found.optimizers.items()}
+    call.flags = {name: options.flags(opt) for name, opt in found.optimizers.items()}
     collected: list[Collected] = []
     try:
         module = _torch.trace(
@@ -379,7 +379,8 @@ def _traced_run(call: _Call, collected: list[Collected]) -> list[Any]:
                 returned = function(*args, **kwargs)
             call.recorder.caught.require_none()
             session.annotate()
-        _refuse_option_changes(call)
+        lifted = session.lifted.values()
+        options.refuse_changes(lifted, call.found, call.flags, call.rates, asks_before=call.asks_before)
         result = collect(session, call.found, call.bindings, returned)
         collected.append(result)
         for parameter in session.parameters:
@@ -532,33 +533,6 @@ def _lent_optimizer(call: _Call, name: str, optimizer: Optimizer) -> contextlib.
         raise foreign_state(name)
     wrappers = call.found.wrappers.get(name, [])
     return swap.lent_optimizer(optimizer, call.states[name], twin_of, lift_state, lift_rate, call.lent_groups, wrappers)
-
-
-def _flags(optimizer: Optimizer) -> list[Any]:
-    """What the step must leave alone of an optimizer: the number of its groups, and the flags of torch's own."""
-    own = vars(optimizer) if type(optimizer).__module__.startswith("torch.optim") else {}
-    flags = [value for key, value in own.items() if not participants.is_managed_item(key)]
-    return [len(optimizer.param_groups), *map(discover.fingerprint, flags)]
-
-
-def _refuse_option_changes(call: _Call) -> None:
-    """Rates and flags that the step itself sets would be frozen at their captured value."""
-    twins = {id(lifted.twin) for lifted in call.session.lifted.values()} | {id(rate) for rate in call.rates}
-    for name, optimizer in call.found.optimizers.items():
-        rates = [group["lr"] for group in optimizer.param_groups if "lr" in group]
-        parameters = [p for group in optimizer.param_groups for p in group["params"]]
-        if _flags(optimizer) != call.flags[name] or any(id(value) not in twins for value in [*rates, *parameters]):
-            raise CaptureError(
-                f"the step changes a learning rate, a flag or the parameters of {name} ({type(optimizer).__name__})",
-                advice="Change them outside of the step: a new rate is an input and costs no recompile",
-            )
-    for lifted in call.session.lifted.values():
-        if isinstance(lifted.real, torch.Tensor) and lifted.twin.requires_grad is not lifted.real.requires_grad:
-            raise CaptureError(
-                f"the step changes requires_grad of '{lifted.slot.name}'",
-                advice="Freeze parameters outside the step; of other tensors make one of your own: "
-                "x = x.detach().requires_grad_()",
-            )
 
 
 def _lift(call: _Call, real: Any, slot: Slot, where: binding.Binding, dynamic_dims: tuple[int, ...] = ()) -> Any:

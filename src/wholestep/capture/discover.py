@@ -26,6 +26,7 @@ from wholestep.capture.wrapped_optimizers import inner_optimizers
 from wholestep.errors import CaptureError
 
 _MAX_DEPTH = 4
+_MAX_ATTRIBUTES = 3
 _SCALARS = (bool, int, float, str, type(None))
 
 _UNASSIGNED = object()
@@ -243,7 +244,8 @@ def _free_variables(function: Callable[..., Any], names: set[str], depth: int) -
 def _attribute_names(function: Callable[..., Any], owners: list[Any], depth: int) -> set[str]:
     """Every name that the code of a step and of its helpers mentions: the attributes of objects it may read.
 
-    Methods of `owners` (objects among the arguments, and the one the step is bound to) count as helpers.
+    Methods of `owners` (objects among the arguments, and the one the step is bound to) count as helpers, and so do
+    those of objects that they hold in attributes of these names.
     """
     function = function.func if isinstance(function, functools.partial) else function
     owners = [*owners, *(owner for owner in (getattr(function, "__self__", None), function) if is_plain_object(owner))]
@@ -259,6 +261,7 @@ def _attribute_names(function: Callable[..., Any], owners: list[Any], depth: int
             names |= _attribute_names(value, [], depth - 1)
     followed: set[FunctionType] = set()
     while True:
+        owners = _with_held(owners, names)
         classes = {cls for owner in owners for cls in type(owner).__mro__}
         members = [vars(cls).get(name) for cls in classes for name in names]
         methods = [member.fget if isinstance(member, property) else member for member in members]
@@ -267,6 +270,17 @@ def _attribute_names(function: Callable[..., Any], owners: list[Any], depth: int
             return names
         followed |= new
         names |= {name for method in new for name in _names_in(method.__code__)}
+
+
+def _with_held(owners: list[Any], names: set[str]) -> list[Any]:
+    """Some objects, and the plain ones that they hold in attributes of some names, as deep as attributes are read."""
+    known = {id(owner): owner for owner in owners}
+    newest = owners
+    for _ in range(_MAX_ATTRIBUTES):
+        held = [value for owner in newest for name, value in list(vars(owner).items()) if name in names]
+        newest = [value for value in held if is_plain_object(value) and id(value) not in known]
+        known |= {id(value): value for value in newest}
+    return list(known.values())
 
 
 def _is_helper(value: Any, caller: FunctionType) -> bool:
@@ -295,7 +309,7 @@ def _is_namespace(value: Any) -> bool:
     return is_plain_object(value)
 
 
-def _attributes(name: str, owner: Any, names: set[str], depth: int = 3) -> Iterator[tuple[str, Place]]:
+def _attributes(name: str, owner: Any, names: set[str], depth: int = _MAX_ATTRIBUTES) -> Iterator[tuple[str, Place]]:
     """Attributes of an object that the step mentions, and those of objects they hold."""
     for attribute, value in list(vars(owner).items()):
         if attribute not in names or depth == 0 or isinstance(value, (FunctionType, ModuleType)):

@@ -19,7 +19,7 @@ from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 from torch.autograd.profiler import record_function
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
+from torch.optim.lr_scheduler import ReduceLROnPlateau
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.overrides import TorchFunctionMode
 
@@ -75,10 +75,10 @@ class Interposer(TorchFunctionMode):
         session = self.session
         line = source.current_line()
         session.annotate()
-        if func is torch.Tensor.item and session.phase is not Phase.OPTIMIZER:
+        if session.phase is not Phase.OPTIMIZER and _is_of_one_number(func, args[0] if args else None):
             number = session.looks.number(args[0])
             if number is not None:
-                return number
+                return number if func is torch.Tensor.item else format(number, args[1])
         if func in _READS_A_VALUE and session.phase is not Phase.OPTIMIZER and not _is_known(session, func, args[0]):
             raise CaptureError(
                 f"{source.what_reads(_READS_A_VALUE[func])} needs a value that is only known when the step runs",
@@ -145,6 +145,13 @@ class Interposer(TorchFunctionMode):
         if type(value) is dict:
             return {key: self._with_twins(item) for key, item in value.items()}
         return value
+
+
+def _is_of_one_number(func: Callable[..., Any], tensor: Any) -> bool:
+    """Whether `tensor.item()` is called, or text made of it (`f"{tensor:.2f}"`), which torch does for no parameter."""
+    if func is torch.Tensor.__format__:
+        return tensor.dim() == 0 and not isinstance(tensor, nn.Parameter)
+    return func is torch.Tensor.item
 
 
 def _layout_of_input(session: Session, func: Any, args: tuple[Any, ...]) -> Any:
@@ -255,7 +262,6 @@ def interposed(session: Session, module_names: dict[int, str]) -> Generator[None
         _replaced(session, torch.autograd, "backward", _traced_backward(session)),
         _replaced(session, Optimizer, "zero_grad", _traced_zero_grad(session, Optimizer.zero_grad)),
         _replaced(session, nn.Module, "zero_grad", _traced_zero_grad(session, nn.Module.zero_grad)),
-        _replaced(session, LRScheduler, "step", _refuse_scheduler),
         _replaced(session, ReduceLROnPlateau, "step", _refuse_scheduler),
         _replaced(session, saved_tensors_hooks, "__enter__", _enter_saved_tensors_hooks),
         _replaced(session, saved_tensors_hooks, "__exit__", _nothing),
@@ -337,9 +343,9 @@ def _refuse_traces() -> None:
 
 def _refuse_scheduler(*_: Any, **__: Any) -> None:
     raise CaptureError(
-        "a learning rate scheduler is stepped inside the train step",
+        "a learning rate scheduler that looks at a value is stepped inside the train step",
         location=source.current_location(),
-        advice="Call scheduler.step() after the compiled step; the new rate is an input and costs no recompile",
+        advice="Return the value and call scheduler.step(value) after the compiled step",
     )
 
 

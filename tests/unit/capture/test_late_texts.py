@@ -26,6 +26,7 @@ MADE = {
     "deep in tuples": '(("a", (f"{value:.3f}",)),)',
     "nothing unusual": '"%d%%" % 3 + f"{5:>4}" + str(value)',
     "kept": 'world.log.append(f"{value:.3f}") or setattr(world, "last", str(value)) or None',
+    "of the tensor": 'f"{loss:.3f} {loss}" + "{:.2e} {loss:6.2f}".format(loss, **{"loss": 2 * loss})',
     "asked what it is": "str(value) if isinstance(str(value), str) and type(str(value)) is str else 3",
 }
 APART = {
@@ -80,7 +81,8 @@ def keyed(text):
     found[text] = 1
     return len(found)
 def step(world, features, targets):
-    value = mse_step(world.model, world.optimizer, features, targets).item()
+    loss = mse_step(world.model, world.optimizer, features, targets)
+    value = loss.item()
     text = f"{value:.3f}"
     return EXPRESSION
 """
