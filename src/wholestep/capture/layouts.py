@@ -15,11 +15,12 @@ from typing import Any
 
 import torch
 
-from wholestep import _torch
+from wholestep import _fake_torch, _torch
 from wholestep.graph import ops
 
 # Kernels are asked on zeros; for a step that is only looked at, no larger ones than this are made.
 _MAX_IMAGINED_BYTES = 2**26
+_UNLOGGED = _fake_torch.UnloggedRefusals()
 
 
 class TrueLayouts(_torch.FakeTensorMode):
@@ -54,7 +55,11 @@ class TrueLayouts(_torch.FakeTensorMode):
     def dispatch(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.ops.aten.bernoulli.p and not self.draws_out_of_place:
             func = _torch.BERNOULLI_LIKE
-        result = super().dispatch(func, types, args, kwargs)
+        try:
+            with _UNLOGGED:
+                result = super().dispatch(func, types, args, kwargs)
+        except RuntimeError as error:
+            return self._from_kernel(func, args, kwargs or {}, error)
         tensors = list(_tensors((args, kwargs or {}, result))) if _chooses_layout(func) else []
         if all(map(_is_plain, tensors)) or not all(tensor.layout is torch.strided for tensor in tensors):
             return result
@@ -65,6 +70,28 @@ class TrueLayouts(_torch.FakeTensorMode):
         tensors = list(_tensors(result))
         true = {id(fake): strides for fake, strides in zip(tensors, self._strides(func, args, kwargs), strict=False)}
         return _torch.tree_map_only(torch.Tensor, lambda fake: self._corrected(fake, true.get(id(fake))), result)
+
+    def _from_kernel(self, func: Any, args: Any, kwargs: Any, error: RuntimeError) -> Any:
+        """What the real kernel makes of zeros, where the fake one refuses its inputs: it may know fewer than run.
+
+        The error stands if the kernel raises as well, and where more than a check has failed: the sizes of the result
+        depend on values, or nobody knows them. Sizes that may change are pinned, since a kernel tells numbers only.
+        """
+        inputs = list(_tensors((args, kwargs)))
+        if type(error) is not RuntimeError or not _chooses_layout(func) or any(map(_may_be_note, inputs)):
+            raise error
+        if self._max_bytes is not None and sum(map(_num_bytes, inputs)) > self._max_bytes:
+            raise error
+        for tensor in inputs:
+            tuple(map(int, tensor.shape))
+        with _torch.real_kernels(()):
+            try:
+                real_args, real_kwargs = _torch.tree_map_only((torch.Tensor, torch.SymInt), _real, (args, kwargs))
+                made = func(*real_args, **real_kwargs)
+            except Exception:
+                raise error from None
+        with self:
+            return _torch.tree_map_only(torch.Tensor, _fake_like, made)
 
     def _as_overwritten(self, func: Any, args: Any, result: Any) -> Any:
         """The result of the function that an in-place operator becomes, in the layout of what it overwrites."""
@@ -193,6 +220,10 @@ def _real(fake: torch.Tensor | torch.SymInt) -> torch.Tensor | int:
         return _torch.optimization_hint(fake)
     sizes, strides = _hints(fake.shape), _hints(fake.stride())
     return torch.empty_strided(sizes, strides, dtype=fake.dtype, device=fake.device).zero_()
+
+
+def _fake_like(real: torch.Tensor) -> torch.Tensor:
+    return torch.empty_strided(real.shape, real.stride(), dtype=real.dtype, device=real.device)
 
 
 def new_fake_mode(*, is_imagined: bool = True) -> TrueLayouts:

@@ -1,0 +1,120 @@
+"""One class: its train step in eager and compiled, step by step, and `torch.compile(fullgraph=True)` on the same model."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+import traceback
+from typing import Any
+
+import torch
+from tests.parity import differences
+from tests.twins import Twins, World, observe
+from torch import Tensor
+
+import wholestep
+from benchmarks.huggingface.classes import Found, Unbuilt, find, loss_of
+from wholestep.errors import WholestepError
+
+FAILURE_CHARACTERS = 300
+
+
+@dataclasses.dataclass
+class Row:
+    """What came of one class; `outcome` is bitwise, close, wrong, refused, crashed, unbuilt or out of time."""
+
+    name: str
+    outcome: str
+    detail: str = ""
+    captures: int = 0
+    eager_calls: int = 0
+    upstream: str = ""
+    """What `torch.compile` did: runs, or its error."""
+
+
+def measure(name: str, model_type: str, *, num_steps: int, upstream: bool) -> Row:
+    """The row of a class."""
+    try:
+        found = find(name, model_type)
+    except Unbuilt as error:
+        return Row(name, "unbuilt", str(error))
+    row = _compare(name, found, num_steps)
+    if upstream:
+        row.upstream = _upstream(found, num_steps)
+    return row
+
+
+def _compare(name: str, found: Found, num_steps: int) -> Row:
+    twins = Twins(lambda: _world(found), make=lambda world: _step_of(found))
+    row = Row(name, "bitwise")
+    try:
+        for number in range(num_steps):
+            twins.step(found.batch(number))
+    except AssertionError as error:
+        row.outcome = "close" if _is_close(twins) else "wrong"
+        row.detail = _first_line(str(error), lines=2)
+    except WholestepError as error:
+        row.outcome, row.detail = "refused", f"{type(error).__name__}: {_first_line(str(error))}"
+    except Exception as error:
+        row.outcome, row.detail = "crashed", _told(error)
+    row.captures, row.eager_calls = twins.compiled.num_captures, twins.compiled.num_eager_calls
+    return row
+
+
+def _world(found: Found) -> World:
+    model = found.build()
+    return World(model=model, optimizer=torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True))
+
+
+def _step_of(found: Found) -> Any:
+    way = found.way
+
+    def train_step(model: Any, optimizer: Any, batch: dict[str, Any]) -> Tensor:
+        optimizer.zero_grad()
+        loss = loss_of(model, batch, way)
+        loss.backward()
+        optimizer.step()
+        return loss
+
+    return train_step
+
+
+def _is_close(twins: Twins) -> bool:
+    eager, compiled = (observe(world) for world in twins.worlds)
+    return not differences(eager, compiled, rtol=1e-4, atol=1e-5)
+
+
+def _upstream(found: Found, num_steps: int) -> str:
+    try:
+        with torch.random.fork_rng():
+            torch.manual_seed(0)
+            world, step = _world(found), _step_of(found)
+            compiled = torch.compile(world.model, fullgraph=True, backend="aot_eager")
+            for number in range(num_steps):
+                step(compiled, world.optimizer, found.batch(number))
+    except Exception as error:
+        return f"{type(error).__name__}: {_first_line(str(error))}"
+    return "runs"
+
+
+def _told(error: BaseException) -> str:
+    frame = traceback.extract_tb(error.__traceback__)[-1]
+    return f"{type(error).__name__}: {_first_line(str(error))} ({_short(frame.filename)}:{frame.lineno})"
+
+
+def _first_line(text: str, lines: int = 1) -> str:
+    return _short(" ".join(text.split("\n")[:lines]))[:FAILURE_CHARACTERS]
+
+
+def _short(text: str) -> str:
+    """Without the folders of this machine."""
+    text = re.sub(r"\S*/site-packages/", "", text)
+    text = re.sub(r"\S*/(src/wholestep|benchmarks|tests)/", r"\1/", text)
+    return re.sub(r"0x[0-9a-f]+", "0x...", text)
+
+
+def version_line() -> str:
+    """What the table was made with."""
+    import transformers
+
+    return f"torch {torch.__version__}, transformers {transformers.__version__}, wholestep {wholestep.__version__}"
