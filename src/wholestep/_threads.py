@@ -49,3 +49,10 @@ def only_where(
         return (stand_in if is_here() else original)(*args, **kwargs)
 
     return call
+
+
+def others_may_be_why() -> str:
+    """What else may be the reason of an error: a model holds traced twins meanwhile, and other threads see them."""
+    if threading.active_count() == 1:
+        return ""
+    return ". Other threads run; none of them may look at the model or the optimizer while a step is captured"

@@ -13,7 +13,6 @@ the graph is SSA. Whatever goes wrong, the model, the optimizer and the RNG are 
 from __future__ import annotations
 
 import contextlib
-import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -25,7 +24,7 @@ from torch import fx, nn
 from torch.optim import Optimizer
 
 from wholestep import _recording_torch, _torch
-from wholestep._threads import one_at_a_time
+from wholestep._threads import one_at_a_time, others_may_be_why
 from wholestep.capture import binding, blank, build, discover, options, refusals, source, swap, switches, tree
 from wholestep.capture.collect import Collected, collect, foreign_state
 from wholestep.capture.discover import Reachable
@@ -38,6 +37,7 @@ from wholestep.capture.optimizer_state import State, initial_state
 from wholestep.capture.questions import Answers, Asked, Questions
 from wholestep.capture.record import (
     AsksBefore,
+    DrawsWhole,
     Missed,
     Program,
     Raises,
@@ -109,6 +109,7 @@ class _Call:
     numbers: NumberPaths
     answers: bool
     handed_out: HandedOut
+    whole_draws: frozenset[tuple[Any, ...]] = frozenset()
     unseen: frozenset[FunctionType] = frozenset()
     """Functions that would run unseen if they were not followed from the start."""
     fixed: frozenset[tuple[Any, ...]] = frozenset()
@@ -138,7 +139,7 @@ class _Call:
             ),
             fixed_answers=frozenset(path[1] for path in self.fixed if path[0] is Answers),
         )
-        self.recorder = self.session.recorder = Recorder(self.numbers)
+        self.recorder = self.session.recorder = Recorder(self.numbers, self.whole_draws)
         self.session.looks = Looks(self.session, may_leave=self.answers and not is_imagined)
 
     def dynamic_dims_of(self, index: int) -> tuple[int, ...]:
@@ -150,6 +151,7 @@ class _Call:
         *,
         found: Reachable | None = None,
         numbers: NumberPaths | None = None,
+        whole_draws: Iterable[tuple[Any, ...]] = (),
         unseen: Iterable[FunctionType] = (),
         fixed: Iterable[tuple[Any, ...]] = (),
         asks_before: bool = False,
@@ -162,6 +164,7 @@ class _Call:
             self.numbers if numbers is None else numbers,
             self.answers,
             self.handed_out,
+            self.whole_draws.union(whole_draws),
             self.unseen.union(unseen),
             self.fixed.union(fixed),
             self.asks_before or asks_before,
@@ -270,16 +273,9 @@ def _trace(call: _Call) -> tuple[_Call, fx.GraphModule, Collected]:
         raise (Raises if call.session.looks.requirements else CaptureError)(
             f"{type(error).__name__}: {source.first_line(error)}",
             location=source.raising_line(error) or discover.location_of(function),
-            advice=f"The train step raised this while it was captured; nothing has been changed{_other_threads()}",
+            advice=f"The train step raised this while it was captured; nothing has been changed{others_may_be_why()}",
         ) from error
     return call, module, collected[0]
-
-
-def _other_threads() -> str:
-    """What else may be the reason: a model holds traced twins meanwhile, and other threads see them."""
-    if threading.active_count() == 1:
-        return ""
-    return ". Other threads run; none of them may look at the model or the optimizer while a step is captured"
 
 
 def _trace_until_complete(call: _Call) -> tuple[_Call, fx.GraphModule, Collected]:
@@ -289,6 +285,8 @@ def _trace_until_complete(call: _Call) -> tuple[_Call, fx.GraphModule, Collected
             return _trace(call)
         except Missed as missed:
             call = call.again(found=discover.with_module(call.found, missed.module))
+        except DrawsWhole as error:
+            call = call.again(whole_draws=[error.drawer])
         except Unsymbolic as error:
             fixed = frozenset(map(_fixed, error.paths))
             if not fixed - call.fixed:

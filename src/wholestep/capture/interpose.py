@@ -73,6 +73,8 @@ class Interposer(TorchFunctionMode):
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         session = self.session
+        if session.recorder.is_drawing:
+            session.recorder.refuse(f"uses torch ({func.__name__}) in a function that draws", "Draw with torch")
         line = source.current_line()
         session.annotate()
         if session.phase is not Phase.OPTIMIZER and _is_of_one_number(func, args[0] if args else None):

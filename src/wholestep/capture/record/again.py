@@ -29,5 +29,13 @@ class Missed(BaseException):
         self.module = module
 
 
+class DrawsWhole(BaseException):
+    """A function computes with what it has drawn: traced again with its calls as one draw each."""
+
+    def __init__(self, drawer: tuple[Any, ...]) -> None:
+        super().__init__(drawer[-1])
+        self.drawer = drawer
+
+
 class AsksBefore(BaseException):
     """The step branches on a value, or makes text of it: traced again, with rates and state known before it runs."""

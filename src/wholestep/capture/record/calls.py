@@ -33,6 +33,7 @@ from wholestep.capture.record import (
     c_modules,
     classes,
     containers,
+    drawing,
     number_calls,
     numbers,
     outside,
@@ -166,6 +167,8 @@ def _python(recorder: Recorder, function: types.FunctionType, args: tuple[Any, .
         return handler(recorder, function, args, kwargs)
     if function.__code__ is _DISPATCHING and args:
         return _dispatched(recorder, function, args, kwargs)
+    if recorder.whole_draws and (whole_call := drawing.whole_call(recorder, function, args, kwargs)) is not None:
+        return whole_call
     if recorder.follow(function):
         recorder.read_defaults(function)
         return function
@@ -279,7 +282,7 @@ def _builtin(recorder: Recorder, function: Any, args: tuple[Any, ...], kwargs: d
 
 def _object_method(recorder: Recorder, owner: Any, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if id(owner) in recorder.drawn_arrays:
-        recorder.refuse("computes with an array that it has drawn", "Draw with torch, or outside the step")
+        drawing.refuse_array(recorder, owner, "computes with")
     _give(recorder, (owner, *args), kwargs)
     if recorder.place_of(owner) is None or isinstance(owner, np.ndarray):
         return function

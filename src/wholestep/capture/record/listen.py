@@ -19,7 +19,7 @@ import numpy as np
 import torch
 
 from wholestep import _recording_torch
-from wholestep.capture.record import classes, net, reads, standins, tensors, texts, whole
+from wholestep.capture.record import classes, drawing, net, reads, standins, tensors, texts, whole
 from wholestep.capture.record.again import AsksBefore
 from wholestep.capture.record.calls import choose
 from wholestep.capture.record.follow import Followers
@@ -185,7 +185,7 @@ def _operands(recorder: Recorder, left: Any, right: Any) -> None:
     for owner in (left, right):
         recorder.follow_operators(owner)
         if id(owner) in recorder.drawn_arrays:
-            recorder.refuse("computes with an array that it has drawn", "Draw with torch, or outside the step")
+            drawing.refuse_array(recorder, owner, "computes with")
         if isinstance(owner, (*CONTAINERS, np.ndarray, SimpleNamespace)):
             whole.read_reached(recorder, owner)
         elif isinstance(owner, MappingProxyType):

@@ -26,7 +26,7 @@ import torch
 
 from wholestep import _recording_torch
 from wholestep.capture import source
-from wholestep.capture.record import numbers
+from wholestep.capture.record import drawing, numbers
 from wholestep.capture.record.follow import is_followed_file
 from wholestep.capture.record.places import ABSENT, CONTAINERS, Step, is_plain, slot_names, take
 from wholestep.errors import CaptureError
@@ -141,9 +141,14 @@ def _draw(recorder: Recorder, function: Any, args: tuple[Any, ...], kwargs: dict
         recorder.refuse("draws from the operating system (random.SystemRandom)", _ADVICE)
     if recorder.place_of(owner) is None and owner not in _GLOBAL_GENERATORS:
         recorder.refuse(f"draws from a {type(owner).__name__} that it has made", _ADVICE)
+    if recorder.is_drawing:
+        recorder.keep_generator(owner)
+        return functools.partial(_call_settled, function)
     name = f"{type(function.__self__).__name__}.{function.__name__}()"
     if function.__name__ in _IN_PLACE:
-        recorder.refuse(f"draws an order with {name}", _ADVICE)
+        drawing.refuse(
+            recorder, drawing.key_of(recorder.calling_frame().f_code), f"draws an order with {name}", _ADVICE
+        )
     if not all(_is_repeatable(value) for value in (*args, *kwargs.values())):
         recorder.refuse(f"calls {name} with something that the step has computed", _ADVICE)
     for value in (*args, *kwargs.values()):
@@ -184,7 +189,7 @@ def _drawn(recorder: Recorder, function: Any, *args: Any, **kwargs: Any) -> Any:
         return ledger.computed_alike(text, result)
     number = ledger.computed(text, result)
     if isinstance(result, np.ndarray):
-        recorder.drawn_arrays[id(result)] = result, numbers.name_of(number)
+        drawing.note(recorder, result, number)
         return result
     if not is_plain(result):
         recorder.refuse(
@@ -203,10 +208,11 @@ def _text(ledger: numbers.Ledger, value: Any) -> str:
 def convert_drawn(recorder: Recorder, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """A call that is given an array that was drawn: torch makes a tensor of it, which is drawn anew at each call."""
     root = str(getattr(function, "__module__", None) or "").split(".")[0]
-    [position] = [index for index, arg in enumerate(args) if id(arg) in recorder.drawn_arrays] or [-1]
+    [drawn, *_] = [value for value in (*args, *kwargs.values()) if id(value) in recorder.drawn_arrays]
+    [position] = [index for index, arg in enumerate(args) if arg is drawn] or [-1]
     others = [arg for index, arg in enumerate(args) if index != position]
     if root != "torch" or position < 0 or not all(is_plain(arg) for arg in (*others, *kwargs.values())):
-        recorder.refuse("uses an array that it has drawn for something else than a tensor", _ADVICE)
+        drawing.refuse_array(recorder, drawn, "computes with")
 
     def call(*args: Any, **kwargs: Any) -> Any:
         def make(array: Any) -> Any:

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from wholestep.capture.record import classes, outside, standins, tensors, whole
+from wholestep.capture.record import classes, drawing, outside, standins, tensors, whole
 from wholestep.capture.record.classes import class_member, is_library, read_from_class, read_from_super
 from wholestep.capture.record.follow import is_followed_file
 from wholestep.capture.record.places import ABSENT, CONTAINERS, Place, Step, has_hidden_state, take
@@ -203,7 +203,7 @@ def write_attribute(recorder: Recorder, owner: Any, name: str) -> None:
 def read_subscript(recorder: Recorder, owner: Any, key: Any) -> None:
     """`owner[key]`."""
     if id(owner) in recorder.drawn_arrays:
-        recorder.refuse("looks into an array that it has drawn", "Draw with torch, or outside the step")
+        drawing.refuse_array(recorder, owner, "looks into")
     if isinstance(owner, MappingProxyType):
         classes.read_view(recorder, owner, (key,))
     if recorder.place_of(owner) is None:
@@ -259,7 +259,7 @@ def write_item(recorder: Recorder, owner: Any, operation: str, *args: Any) -> No
 def read_through(recorder: Recorder, owner: Any) -> None:
     """Something goes through all items of an owner."""
     if id(owner) in recorder.drawn_arrays:
-        recorder.refuse("looks into an array that it has drawn", "Draw with torch, or outside the step")
+        drawing.refuse_array(recorder, owner, "looks into")
     if isinstance(owner, MappingProxyType):
         classes.read_view(recorder, owner)
     if isinstance(owner, torch.Tensor) or recorder.place_of(owner) is None:

@@ -58,7 +58,7 @@ _SKIPPED: frozenset[type] = PLAIN_TYPES | {Number, torch.Size}
 class Recorder:
     """Notes of one trace. `numbers` are paths of places whose number has changed before: they get a `Number`."""
 
-    def __init__(self, numbers: Iterable[tuple[Any, ...]] = ()) -> None:
+    def __init__(self, numbers: Iterable[tuple[Any, ...]] = (), whole_draws: Iterable[tuple[Any, ...]] = ()) -> None:
         self.thread = threading.get_ident()
         self.ledger = Ledger()
         self.late = LateLedger(_taken=self.ledger._taken)  # pyright: ignore[reportPrivateUsage]
@@ -92,6 +92,10 @@ class Recorder:
         self._copied: list[tuple[Any, Any]] = []
         self.drawn_arrays: dict[int, tuple[Any, str]] = {}
         """Arrays that were drawn, and their names in the ledger."""
+        self.drawers: dict[str, tuple[Any, ...]] = {}
+        """By such a name, which function has drawn the array."""
+        self.whole_draws, self.is_drawing = frozenset(whole_draws), False
+        """Functions each call of which is one draw, and whether one of them runs."""
         self.drawn_tensors: dict[int, tuple[Any, str, Callable[[Any], Any]]] = {}
         """Tensors made of such arrays: the name of the array, and how they are made."""
         self.arrays: list[tuple[Any, Place]] = []
