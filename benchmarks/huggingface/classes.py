@@ -60,7 +60,7 @@ class Unbuilt(Exception):
 
 @dataclasses.dataclass(frozen=True)
 class Found:
-    """How to build a small model of a class, the batch of a step by its number, and the way to the loss in its output."""
+    """How to build a small model of a class, the batch of a step, and the way to its loss."""
 
     build: Callable[[], nn.Module]
     batch: Callable[[int], dict[str, Any]]
@@ -102,7 +102,8 @@ def find(name: str, model_type: str) -> Found:
     """How to build and feed a small model of a class; tried in eager."""
     transformers: Any = importlib.import_module("transformers")
     auto: Any = importlib.import_module("transformers.models.auto.configuration_auto")
-    model_class, config_class = getattr(transformers, name), auto.CONFIG_MAPPING[model_type]
+    model_class = getattr(transformers, name)
+    config_class = model_class.config_class or auto.CONFIG_MAPPING[model_type]
     reasons: list[str] = []
     for scale in SCALES:
 

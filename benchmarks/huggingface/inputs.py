@@ -14,8 +14,24 @@ LENGTH = 12
 FIRST_WORD = 5
 """Smaller ids are left to padding, start and end."""
 
-_WORDS = ("CausalLM", "LMHead", "MaskedLM", "ConditionalGeneration", "ForPreTraining", "Seq2Seq", "SpeechSeq2Seq", "LMHeadModel", "Generation")
-_CLASSES = ("ImageClassification", "SequenceClassification", "AudioClassification", "VideoClassification", "ImageClassificationWithTeacher")
+_WORDS = (
+    "CausalLM",
+    "LMHead",
+    "MaskedLM",
+    "ConditionalGeneration",
+    "ForPreTraining",
+    "Seq2Seq",
+    "SpeechSeq2Seq",
+    "LMHeadModel",
+    "Generation",
+)
+_CLASSES = (
+    "ImageClassification",
+    "SequenceClassification",
+    "AudioClassification",
+    "VideoClassification",
+    "ImageClassificationWithTeacher",
+)
 
 
 class Maker:
@@ -28,7 +44,11 @@ class Maker:
     def batch(self, seed: int) -> dict[str, Any]:
         """The batch of a step."""
         generator = torch.Generator().manual_seed(seed)
-        made = {name: make(self, generator) for name, make in _MAKERS.items() if name in self._names and name in self._wanted()}
+        made = {
+            name: make(self, generator)
+            for name, make in _MAKERS.items()
+            if name in self._names and name in self._wanted()
+        }
         return {name: value for name, value in made.items() if value is not None}
 
     def _wanted(self) -> set[str]:
@@ -37,7 +57,16 @@ class Maker:
         if main in ("input_ids",) or "input_ids" in wanted:
             wanted |= {"attention_mask"} if self._variant["mask"] else set()
         if self._variant["labels"]:
-            wanted |= {"labels", "mask_labels", "class_labels", "start_positions", "end_positions", "return_loss", "past_values", "future_values"}
+            wanted |= {
+                "labels",
+                "mask_labels",
+                "class_labels",
+                "start_positions",
+                "end_positions",
+                "return_loss",
+                "past_values",
+                "future_values",
+            }
         if "decoder_input_ids" in self._names and not (self._variant["labels"] and "labels" in self._names):
             wanted |= {"decoder_input_ids"}
         return wanted
@@ -60,7 +89,9 @@ class Maker:
         return torch.where(torch.isin(ids, forbidden), FIRST_WORD, ids) if len(forbidden) else ids
 
     def _special(self) -> Tensor:
-        known = {value for name, value in vars(self._config).items() if name.endswith("token_id") and isinstance(value, int)}
+        known = {
+            value for name, value in vars(self._config).items() if name.endswith("token_id") and isinstance(value, int)
+        }
         return torch.tensor(sorted(known - {FIRST_WORD}))
 
     def mask(self, generator: torch.Generator) -> Tensor:
@@ -73,16 +104,31 @@ class Maker:
         height, width = size if isinstance(size, list | tuple) else (size, size)
         shape = [BATCH, self.option("num_channels", "in_channels", default=3), height, width]
         if self._variant.get("video"):
-            shape.insert(1 if not self._variant.get("channels_first") else 2, self.option("num_frames", "frames_per_clip", default=4))
+            shape.insert(
+                1 if not self._variant.get("channels_first") else 2,
+                self.option("num_frames", "frames_per_clip", default=4),
+            )
         return torch.randn(shape, generator=generator)
 
     def wave(self, generator: torch.Generator) -> Tensor:
         if self._variant.get("spectrogram"):
-            return torch.randn(BATCH, self.option("max_length", default=64), self.option("num_mel_bins", default=16), generator=generator)
+            return torch.randn(
+                BATCH,
+                self.option("max_length", default=64),
+                self.option("num_mel_bins", default=16),
+                generator=generator,
+            )
         return torch.randn(BATCH, 4000, generator=generator)
 
     def features(self, generator: torch.Generator) -> Tensor:
-        bins = self.option("num_mel_bins", "input_feat_per_channel", "feature_size", "n_mels", "feature_projection_input_dim", default=16)
+        bins = self.option(
+            "num_mel_bins",
+            "input_feat_per_channel",
+            "feature_size",
+            "n_mels",
+            "feature_projection_input_dim",
+            default=16,
+        )
         length = 2 * self.option("max_source_positions", default=32)
         shape = (BATCH, length, bins) if self._variant.get("time_first") else (BATCH, bins, length)
         return torch.randn(shape, generator=generator)
@@ -124,8 +170,12 @@ _MAKERS: dict[str, Any] = {
     "bbox": Maker.boxes,
     "labels": Maker.labels,
     "return_loss": lambda maker, generator: True,
-    "mask_labels": lambda maker, generator: [torch.randint(0, 2, (2, *maker.image(generator).shape[-2:]), generator=generator).float() for _ in range(BATCH)],
-    "class_labels": lambda maker, generator: [torch.randint(0, maker._config.num_labels, (2,), generator=generator) for _ in range(BATCH)],
+    "mask_labels": lambda maker, generator: [
+        torch.randint(0, 2, (2, *maker.image(generator).shape[-2:]), generator=generator).float() for _ in range(BATCH)
+    ],
+    "class_labels": lambda maker, generator: [
+        torch.randint(0, maker._config.num_labels, (2,), generator=generator) for _ in range(BATCH)
+    ],
 }
 
 

@@ -1,4 +1,4 @@
-"""One class: its train step in eager and compiled, step by step, and `torch.compile(fullgraph=True)` on the same model."""
+"""One class: its train step in eager and compiled, step by step, and with `torch.compile(fullgraph=True)`."""
 
 from __future__ import annotations
 
