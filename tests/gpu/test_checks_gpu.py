@@ -158,7 +158,7 @@ def test_a_scaler_in_half_precision(make_optimizer: Any, clip: bool, first: floa
             step(world.model, world.optimizer, features, targets.cuda())
             for step, world in zip(steps, worlds, strict=True)
         ]
-        assert losses[0] == losses[1]
+        assert repr(losses[0]) == repr(losses[1])  # NaN too
         assert scalers[0].state_dict() == scalers[1].state_dict()
         assert differences(observe(worlds[0]), observe(worlds[1])) == []
     assert steps[1].num_captures <= 5, steps[1].recompile_reasons

@@ -15,6 +15,8 @@ import torch
 from torch.optim import SGD, Optimizer
 
 from wholestep import _torch
+from wholestep.capture import source
+from wholestep.errors import CaptureError
 
 State = dict[torch.Tensor, dict[str, Any]]
 
@@ -37,6 +39,21 @@ def initial_state(optimizer: Optimizer) -> State:
         return _momentum_buffers(optimizer, fresh_ids)
     created = _run_init_groups(optimizer, fresh_ids)
     return {p: created[p] for p in fresh if created.get(p)}
+
+
+def defaults() -> tuple[Any, ...]:
+    """Dtype and device of tensors that are made here without naming one."""
+    return torch.get_default_dtype(), torch.get_default_device()
+
+
+def refuse_other_defaults(optimizer: Optimizer, before: tuple[Any, ...]) -> None:
+    """Refuse state that the step would make elsewhere than it was made beforehand, where defaults were as `before`."""
+    if _torch.has_init_group(optimizer) and defaults() != before:
+        raise CaptureError(
+            f"{type(optimizer).__name__}.step() runs under a default dtype or device that the step itself sets",
+            location=source.current_location(),
+            advice="Set it around the call of the step, or around the forward alone",
+        )
 
 
 def _run_init_groups(optimizer: Optimizer, fresh: set[int]) -> State:

@@ -19,6 +19,7 @@ from torch.utils.checkpoint import CheckpointPolicy, SelectiveCheckpointContext
 from wholestep import _torch
 from wholestep.capture import binding, blank, source
 from wholestep.capture.leftovers import HandedOut
+from wholestep.capture.optimizer_state import defaults, refuse_other_defaults
 from wholestep.capture.questions import Questions
 from wholestep.capture.record.numbers import Number, is_late, name_of, settled, value_of
 from wholestep.capture.record.places import Rooted, Step, find
@@ -102,6 +103,8 @@ class Session:
     """Optimizers, and parameters that they have asked for the state of and left it empty (it is a defaultdict)."""
     optimizers: set[int] = field(default_factory=set)
     """Ids of the optimizers whose state has been lifted."""
+    defaults: tuple[Any, ...] = field(default_factory=defaults)
+    """Dtype and device of tensors that are made without naming one, where the step begins."""
     stepped: list[Optimizer] = field(default_factory=list)
     optimizer: Optimizer | None = None
     """The optimizer whose `step()` is running."""
@@ -316,6 +319,7 @@ class Session:
                 advice="Pass the optimizer itself as an argument of the train step, not only what wraps it",
             )
         self.stepped.append(optimizer)
+        refuse_other_defaults(optimizer, self.defaults)
         members = [p for group in optimizer.param_groups for p in group["params"]]
         updated = {id(p) for p in members if _torch.is_traced(p) and p.grad is not None}
         if not updated:

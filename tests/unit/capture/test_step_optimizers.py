@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from tests.twins import Twins, World, mse_step, pair, small_world
+from tests.twins import Twins, World, adam, mse_step, pair, small_world
 from torch import Tensor, nn
 from torch.optim import SGD, Adam, AdamW, Optimizer
 
@@ -473,3 +473,21 @@ def test_optimizer_hooks_that_change_gradients() -> None:
         return world
 
     Twins(build, mse_step).steps(3, X, Y)
+
+
+def test_state_made_under_another_default_is_refused() -> None:
+    """It is made beforehand, under the defaults of the call."""
+
+    def step(model: nn.Module, optimizer: torch.optim.Optimizer, features: Tensor) -> Tensor:
+        optimizer.zero_grad()
+        loss = model(features).square().mean()
+        loss.backward()
+        with torch.device("meta"):
+            optimizer.step()
+        return loss
+
+    world = small_world(make_optimizer=adam)()
+    with pytest.raises(
+        wholestep.CaptureError, match=r"Adam.step\(\) runs under a default dtype or device that the step itself"
+    ):
+        wholestep.compile(step)(world.model, world.optimizer, pair()[0])
