@@ -373,15 +373,17 @@ torch.library.register_fake("wholestep::rng_state", lambda: torch.empty(_STATE_B
 torch.library.register_fake("wholestep::set_rng_state", lambda state: _nothing(), lib=_OPS)
 torch.library.register_fake("wholestep::seed", lambda seed: _nothing(), lib=_OPS)
 
-_OPS.define("require(Tensor[] values, int key) -> Tensor", tags=(torch.Tag.nondeterministic_seeded,))
-torch.library.register_fake("wholestep::require", lambda values, key: torch.empty(0), lib=_OPS)
+_OPS.define("require(Tensor[] values, int key, SymInt[] sizes=[]) -> Tensor", tags=(torch.Tag.nondeterministic_seeded,))
+torch.library.register_fake("wholestep::require", lambda values, key, sizes=(): torch.empty(0), lib=_OPS)
 REQUIRE = torch.ops.wholestep.require.default
 """Looks at values in the middle of a graph, and raises if they are not what the graph was made for."""
 
 
-def when_required(check: Callable[[list[torch.Tensor], int], None]) -> None:
-    """Say what `REQUIRE` does."""
-    _OPS.impl("require", lambda values, key: _nothing(check(values, key)), "CompositeExplicitAutograd")
+def when_required(check: Callable[[list[Any], int], None]) -> None:
+    """Say what `REQUIRE` does, to tensors and then to sizes."""
+    _OPS.impl(
+        "require", lambda values, key, sizes=(): _nothing(check([*values, *sizes], key)), "CompositeExplicitAutograd"
+    )
 
 
 RANDOM_STATE = frozenset(

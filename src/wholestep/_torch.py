@@ -41,7 +41,6 @@ from torch.fx.experimental.proxy_tensor import (
     maybe_enable_thunkify,
     track_tensor_tree,
 )
-from torch.fx.experimental.sym_node import SymNode
 from torch.fx.experimental.symbolic_shapes import (
     DimDynamic,
     GuardOnDataDependentSymNode,
@@ -53,6 +52,7 @@ from torch.optim.optimizer import Optimizer
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+from wholestep import _sizes_torch
 from wholestep._fake_torch import is_blank
 from wholestep._threads import only_where
 from wholestep.errors import CaptureError
@@ -72,6 +72,9 @@ __all__ = [
 
 # Raised by fake tensors and symbolic shapes when Python asks for a value that only exists at run time.
 DATA_DEPENDENT_ERRORS = (DataDependentOutputException, DynamicOutputShapeException, GuardOnDataDependentSymNode)
+
+# The one of them for shapes.
+SIZE_ERROR = DynamicOutputShapeException
 
 # What torch.optim calls with fused=True, and the functional operator that takes the learning rate as a tensor.
 FUSED_OPTIMIZERS: dict[Callable[..., Any], Any] = {
@@ -153,7 +156,12 @@ def size_assumptions(mode: FakeTensorMode) -> list[tuple[str, Callable[[Mapping[
         value = assumption.subs({symbol: known[symbol] for symbol in assumption.free_symbols & known.keys()})
         return bool(value) if not value.free_symbols else True
 
-    return [(str(item), functools.partial(holds, item)) for item in assumptions if item.free_symbols & backed.keys()]
+    of_values: dict[Any, int] = vars(env).get("of_values", {})  # what is assumed of these is asked elsewhere
+    return [
+        (str(item), functools.partial(holds, item))
+        for item in assumptions
+        if item.free_symbols & backed.keys() and not item.free_symbols & of_values.keys()
+    ]
 
 
 def expression(size: Any) -> Any:
@@ -304,7 +312,9 @@ def trace(function: Callable[[], Any], mode: FakeTensorMode, *, symbolic_sizes: 
     Convolutions ask for the batch size to choose a backend, which would pin a symbolic one to a range; as the ops
     of the graph choose again when they run, the choice is switched off while sizes are symbolic.
     """
+    env = mode.shape_env
     with (
+        _sizes_torch.no_bookkeeping(env) if isinstance(env, _sizes_torch.SizesEnv) else contextlib.nullcontext(),
         mode,
         fx_traceback.preserve_node_meta(),
         _disable_saved_tensors_hooks_during_tracing(),
@@ -312,7 +322,7 @@ def trace(function: Callable[[], Any], mode: FakeTensorMode, *, symbolic_sizes: 
         torch.random.fork_rng(devices=[]),
         _batch_size_choices(enabled=not symbolic_sizes),
         _use_lazy_graph_module(True),  # the code generated here is thrown away: the graph is edited first
-        _remembered_size_arithmetic(),
+        _sizes_torch.remembered_arithmetic(),
     ):
         return make_fx(_lazily(function), tracing_mode="real", _disable_torch_fn_metadata_mode=True)()
 
@@ -340,37 +350,6 @@ def _lazily(function: Callable[[], Any]) -> Callable[[], Any]:
         return result
 
     return run
-
-
-_SIZE_METHODS = ("add", "sub", "mul", "eq", "ne", "lt", "le", "gt", "ge", "sym_max", "sym_min", "mod", "int_floordiv")
-
-
-@contextlib.contextmanager
-def _remembered_size_arithmetic() -> Generator[None]:
-    """Compute each expression of symbolic integers once while tracing.
-
-    Every tensor of a symbolic shape recomputes its element count, strides and contiguity, symbol by symbol: tens of
-    thousands of times the same few products. Floats are left alone: equal expressions may round differently.
-    """
-
-    def remember(original: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
-        known: dict[tuple[Any, Any], Any] = {}
-
-        def method(self: Any, other: Any) -> Any:
-            if self.pytype is not int or other.pytype is not int:
-                return original(self, other)
-            key = (self._expr, other._expr)
-            if key not in known:
-                known[key] = original(self, other)
-            return known[key]
-
-        return method
-
-    with contextlib.ExitStack() as stack:
-        for name in _SIZE_METHODS:
-            original = getattr(SymNode, f"_{name}")
-            stack.enter_context(mock.patch.object(SymNode, f"_{name}", remember(original)))
-        yield
 
 
 def graph_module(root: Any, graph: fx.Graph) -> fx.GraphModule:

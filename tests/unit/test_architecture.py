@@ -34,6 +34,7 @@ _PRIVATE = (
     "_inductor_torch",
     "_loading_torch",
     "_ranks_torch",
+    "_sizes_torch",
 )
 _PRIVATE += ("_recording_torch", "_waiting_torch")
 TORCH_FILES = (TORCH_FILE, *(f"{name}.py" for name in _PRIVATE))

@@ -24,6 +24,7 @@ from torch import fx, nn
 from torch.optim import Optimizer
 
 from wholestep import _recording_torch, _torch
+from wholestep._sizes_torch import SizesEnv
 from wholestep._threads import one_at_a_time, others_may_be_why
 from wholestep.capture import binding, blank, build, discover, options, refusals, source, swap, switches, tree
 from wholestep.capture.collect import Collected, collect, foreign_state
@@ -38,6 +39,7 @@ from wholestep.capture.questions import Answers, Asked, Questions
 from wholestep.capture.record import (
     AsksBefore,
     DrawsWhole,
+    HasSizes,
     Missed,
     Program,
     Raises,
@@ -52,6 +54,7 @@ from wholestep.capture.record import (
 from wholestep.capture.record.calls import choose
 from wholestep.capture.record.places import ARGUMENTS, Rooted, Step
 from wholestep.capture.session import Session
+from wholestep.capture.sizes import Sizes
 from wholestep.capture.trail import Trail
 from wholestep.errors import CaptureError
 from wholestep.graph import Slot, SlotKind, StepGraph
@@ -94,6 +97,8 @@ class Capture:
     seconds: float
     asked: Asked | None = None
     is_blank: bool = False
+    sizes_of_values: str | None = None
+    """The first line that makes a tensor whose size depends on values."""
 
 
 @dataclass
@@ -116,8 +121,11 @@ class _Call:
     """Paths of rates and of numbers in state that torch must have the value of."""
     asks_before: bool = False
     """Whether Python computes with learning rates, and with what optimizers make of their state, before each call."""
+    pretends: bool | None = None
+    """Whether no row and one are traced as some, in a step with sizes that values decide; None in others."""
     session: Session = field(init=False)
     recorder: Recorder = field(init=False)
+    sizes: Sizes | None = field(init=False)
     bindings: dict[str, binding.Binding] = field(default_factory=dict)
     states: dict[str, State] = field(default_factory=dict)
     parameter_names: dict[int, str] = field(default_factory=dict)
@@ -129,9 +137,9 @@ class _Call:
     def __post_init__(self) -> None:
         is_imagined = any(map(blank.is_blank, _tensors(self.found, self.args, self.kwargs)))
         self.session = Session(
-            new_fake_mode(is_imagined=is_imagined),
+            new_fake_mode(is_imagined=is_imagined, env=None if self.pretends is None else SizesEnv(self.pretends)),
             self.handed_out,
-            has_symbolic_sizes=bool(self.dynamic_dims),
+            has_symbolic_sizes=bool(self.dynamic_dims) or self.pretends is not None,
             zero_gradients=self.zero_gradients,
             optimizers={id(optimizer) for optimizer in self.found.optimizers.values()},
             questions=Questions(
@@ -141,6 +149,7 @@ class _Call:
         )
         self.recorder = self.session.recorder = Recorder(self.numbers, self.whole_draws)
         self.session.looks = Looks(self.session, may_leave=self.answers and not is_imagined)
+        self.sizes = Sizes(self.session, may_leave=self.answers) if self.pretends is not None else None
 
     def dynamic_dims_of(self, index: int) -> tuple[int, ...]:
         """The dimensions of an argument leaf that stay symbolic."""
@@ -155,6 +164,7 @@ class _Call:
         unseen: Iterable[FunctionType] = (),
         fixed: Iterable[tuple[Any, ...]] = (),
         asks_before: bool = False,
+        pretends: bool | None = None,
     ) -> _Call:
         """The same capture from its start, with more that is known."""
         return _Call(
@@ -168,6 +178,7 @@ class _Call:
             self.unseen.union(unseen),
             self.fixed.union(fixed),
             self.asks_before or asks_before,
+            self.pretends if pretends is None else pretends,
         )
 
 
@@ -230,6 +241,7 @@ def _capture(call: _Call) -> Capture:
         trail=call.session.trail.settled(graph.calls()),
         asked=asked,
         seconds=time.perf_counter() - started,
+        sizes_of_values=None if call.sizes is None else call.sizes.where,
         is_blank=any(blank.is_blank(lifted.real) for lifted in call.session.lifted.values()),
     )
 
@@ -250,7 +262,7 @@ def _trace(call: _Call) -> tuple[_Call, fx.GraphModule, Collected]:
     collected: list[Collected] = []
     try:
         module = _torch.trace(
-            lambda: _traced_run(call, collected), call.session.fake_mode, symbolic_sizes=bool(call.dynamic_dims)
+            lambda: _traced_run(call, collected), call.session.fake_mode, symbolic_sizes=call.session.has_symbolic_sizes
         )
     except CaptureError as error:
         if error.location is not None:
@@ -258,6 +270,8 @@ def _trace(call: _Call) -> tuple[_Call, fx.GraphModule, Collected]:
         location = source.raising_line(error) or discover.location_of(function)
         raise CaptureError(error.message, location=location, advice=error.advice) from error
     except _torch.DATA_DEPENDENT_ERRORS as error:
+        if isinstance(error, _torch.SIZE_ERROR) and call.pretends is None:
+            raise HasSizes(pretends=True) from error
         if not call.asks_before:
             raise AsksBefore from error
         asking = f"{type(call.session.optimizer).__name__}.step()" if call.session.optimizer else "the step"
@@ -297,6 +311,8 @@ def _trace_until_complete(call: _Call) -> tuple[_Call, fx.GraphModule, Collected
                 ) from error
             numbers = tuple(path for path in call.numbers if path not in error.paths)
             call = call.again(numbers=numbers, fixed=fixed)
+        except HasSizes as error:
+            call = call.again(pretends=error.pretends)
         except AsksBefore as error:
             if call.asks_before:
                 raise CaptureError(
@@ -315,6 +331,9 @@ def _trace_until_complete(call: _Call) -> tuple[_Call, fx.GraphModule, Collected
                 ) from None
             call = call.again(unseen=functions)
         except CaptureError:
+            if call.pretends:
+                call = call.again(pretends=False)
+                continue
             if not call.numbers:
                 raise
             # Somebody takes nothing but real numbers: each value is a capture then.
@@ -354,6 +373,8 @@ def _traced_run(call: _Call, collected: list[Collected]) -> list[Any]:
     session = call.session
     session.tracer = _torch.current_tracer()
     with Functional(session), contextlib.ExitStack() as stack:
+        if call.sizes is not None:
+            stack.callback(call.sizes.end)
         for name, module in call.found.modules.items():
             _lift_module(call, call.found.prefix_of(name), module)
         for name, optimizer in call.found.optimizers.items():
@@ -379,6 +400,8 @@ def _traced_run(call: _Call, collected: list[Collected]) -> list[Any]:
             session.annotate()
         lifted = session.lifted.values()
         options.refuse_changes(lifted, call.found, call.flags, call.rates, asks_before=call.asks_before)
+        if call.sizes is not None:
+            call.sizes.settle()
         result = collect(session, call.found, call.bindings, returned)
         collected.append(result)
         for parameter in session.parameters:

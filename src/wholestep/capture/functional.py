@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from typing import Any
 
 import torch
 from torch import fx
 
-from wholestep import _torch
+from wholestep import _sizes_torch, _torch
 from wholestep.capture import source
 from wholestep.capture.questions import is_asking
 from wholestep.capture.session import Session
@@ -50,6 +51,12 @@ class Functional(_torch.FunctionalTensorMode):
     def _dispatched(self, func: Any, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> Any:
         if is_asking(func) and not _torch.is_constant(args[0]) and self._session.can_answer(*args):
             return self._session.answer(func, args)
+        sizes = self._session.fake_mode.sizes
+        # A tensor is only wrapped, or checked for whether it can be written to: no side is taken.
+        with sizes.quiet() if sizes is not None and _sizes_torch.gives_tensors(func) else contextlib.nullcontext():
+            return self._functionalised(func, types, args, kwargs)
+
+    def _functionalised(self, func: Any, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> Any:
         if not _computes_in_place(func) or not isinstance(args[0], _torch.FunctionalTensor):
             return super().__torch_dispatch__(func, types, args, kwargs)
         layouts, nodes = self._session.fake_mode, self._session.tracer.graph.nodes

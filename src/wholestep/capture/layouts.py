@@ -39,6 +39,8 @@ class TrueLayouts(_torch.FakeTensorMode):
         self.draws_out_of_place = False
         self.has_kept_layout = False
         self._overwritten: tuple[Any, torch.Tensor] | None = None
+        self.sizes: Any = None
+        """What finds out about sizes that values decide, in a trace that has such."""
 
     @contextlib.contextmanager
     def in_place(self, func: Any, tensor: torch.Tensor) -> Generator[None]:
@@ -55,30 +57,43 @@ class TrueLayouts(_torch.FakeTensorMode):
     def dispatch(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.ops.aten.bernoulli.p and not self.draws_out_of_place:
             func = _torch.BERNOULLI_LIKE
+        if self.sizes is None:
+            return self._dispatched(func, types, args, kwargs)
+        return self.sizes.dispatch(
+            lambda args, kwargs: self._dispatched(func, types, args, kwargs), func, args, kwargs or {}
+        )
+
+    def _dispatched(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
         try:
             with _UNLOGGED:
                 result = super().dispatch(func, types, args, kwargs)
-        except RuntimeError as error:
+        except (RuntimeError, ZeroDivisionError) as error:  # the latter for a mean of nothing
+            if self.sizes is not None and self.sizes.is_quiet:
+                raise
             return self._from_kernel(func, args, kwargs or {}, error)
-        tensors = list(_tensors((args, kwargs or {}, result))) if _chooses_layout(func) else []
+        tensors = list(tensors_in((args, kwargs or {}, result))) if chooses_layout(func) else []
         if all(map(_is_plain, tensors)) or not all(tensor.layout is torch.strided for tensor in tensors):
             return result
         result = self._as_kernels_do(func, args, kwargs or {}, result)
         return self._as_overwritten(func, args, result)
 
     def _as_kernels_do(self, func: Any, args: Any, kwargs: Any, result: Any) -> Any:
-        tensors = list(_tensors(result))
+        tensors = list(tensors_in(result))
         true = {id(fake): strides for fake, strides in zip(tensors, self._strides(func, args, kwargs), strict=False)}
         return _torch.tree_map_only(torch.Tensor, lambda fake: self._corrected(fake, true.get(id(fake))), result)
 
-    def _from_kernel(self, func: Any, args: Any, kwargs: Any, error: RuntimeError) -> Any:
+    def _from_kernel(self, func: Any, args: Any, kwargs: Any, error: RuntimeError | ZeroDivisionError) -> Any:
         """What the real kernel makes of zeros, where the fake one refuses its inputs: it may know fewer than run.
 
         The error stands if the kernel raises as well, and where more than a check has failed: the sizes of the result
         depend on values, or nobody knows them. Sizes that may change are pinned, since a kernel tells numbers only.
         """
-        inputs = list(_tensors((args, kwargs)))
-        if type(error) is not RuntimeError or not _chooses_layout(func) or any(map(_may_be_note, inputs)):
+        inputs = list(tensors_in((args, kwargs)))
+        if (
+            type(error) not in (RuntimeError, ZeroDivisionError)
+            or not chooses_layout(func)
+            or any(map(_may_be_note, inputs))
+        ):
             raise error
         if self._max_bytes is not None and sum(map(_num_bytes, inputs)) > self._max_bytes:
             raise error
@@ -115,7 +130,7 @@ class TrueLayouts(_torch.FakeTensorMode):
         return self._known[key]
 
     def _real_strides(self, func: Any, args: Any, kwargs: Any) -> list[tuple[int, ...]]:
-        inputs = list(_tensors((args, kwargs)))
+        inputs = list(tensors_in((args, kwargs)))
         if any(map(_may_be_note, inputs)):
             return []
         if self._max_bytes is not None and sum(map(_num_bytes, inputs)) > self._max_bytes:
@@ -125,7 +140,7 @@ class TrueLayouts(_torch.FakeTensorMode):
         with _torch.real_kernels(devices if draws else ()):
             try:
                 real_args, real_kwargs = _torch.tree_map_only((torch.Tensor, torch.SymInt), _real, (args, kwargs))
-                return [tensor.stride() for tensor in _tensors(func(*real_args, **real_kwargs))]
+                return [tensor.stride() for tensor in tensors_in(func(*real_args, **real_kwargs))]
             except (RuntimeError, IndexError, NotImplementedError):
                 # Zeros will not do (a singular matrix, an index into nothing), there is not enough memory, or another
                 # fake kernel was wrong about a dtype. The first run checks layouts again.
@@ -162,7 +177,7 @@ def dense_strides(shape: Sequence[int], order: Sequence[int]) -> tuple[int, ...]
 
 
 @functools.cache
-def _chooses_layout(func: Any) -> bool:
+def chooses_layout(func: Any) -> bool:
     """Whether an operator decides how its results lie in memory.
 
     Views and in-place operators do not; those that return lists (fused and foreach updates) follow their inputs.
@@ -205,7 +220,8 @@ def _num_bytes(fake: torch.Tensor) -> int:
     return _torch.optimization_hint(fake.numel()) * fake.element_size()
 
 
-def _tensors(value: Any) -> Iterator[torch.Tensor]:
+def tensors_in(value: Any) -> Iterator[torch.Tensor]:
+    """All tensors in nested containers."""
     return (leaf for leaf in _torch.tree_leaves(value) if isinstance(leaf, torch.Tensor))
 
 
@@ -226,14 +242,15 @@ def _fake_like(real: torch.Tensor) -> torch.Tensor:
     return torch.empty_strided(real.shape, real.stride(), dtype=real.dtype, device=real.device)
 
 
-def new_fake_mode(*, is_imagined: bool = True) -> TrueLayouts:
+def new_fake_mode(*, is_imagined: bool = True, env: _torch.ShapeEnv | None = None) -> TrueLayouts:
     """A fake mode with symbolic shapes; real tensors it meets (constants made inside the step) are faked on the fly.
 
     `capture_scalar_outputs` is what lets the optimizer's `step.item()` become a symbolic number instead of an error.
-    With `is_imagined`, no real step will ever run with such tensors: kernels are asked about small ones only.
+    With an `env` of its own, sizes that values decide may be symbols (`sizes`). With `is_imagined`, no real step will
+    ever run with such tensors: kernels are asked about small ones only.
     """
     return TrueLayouts(
         max_bytes=_MAX_IMAGINED_BYTES if is_imagined else None,
-        shape_env=_torch.ShapeEnv(allow_scalar_outputs=True, allow_dynamic_output_shape_ops=False),
+        shape_env=env or _torch.ShapeEnv(allow_scalar_outputs=True, allow_dynamic_output_shape_ops=False),
         allow_non_fake_inputs=True,
     )

@@ -24,6 +24,7 @@ from wholestep.capture.record.again import Raises
 from wholestep.capture.record.late import Check, Leaf, OtherOutcome, Requirement
 from wholestep.capture.record.numbers import Number, origins_of
 from wholestep.errors import CaptureError
+from wholestep.graph import Phase
 
 if TYPE_CHECKING:
     from wholestep.capture.session import Session
@@ -43,8 +44,9 @@ class Looks:
         """The node behind each leaf of the late ledger."""
         self._certain: set[str] = set()
         """Leaves whose values guards make certain."""
-        self._preview = Preview(session)
+        self.preview = Preview(session)
         self.requirements: list[Requirement] = []
+        self._has_begun = False
         self.gradients_before: dict[int, torch.Tensor] = {}
         """By id: parameters whose gradient from before the call was still there at the first look."""
         self._nothing = _torch.fake_like(session.fake_mode, _NOTHING, "nothing")
@@ -86,7 +88,7 @@ class Looks:
         self, tensor: torch.Tensor, node: fx.Node, read: Callable[[torch.Tensor], Any], *, is_list: bool = False
     ) -> tuple[Leaf, type, Callable[[], Any]]:
         kind = bool if tensor.dtype is torch.bool else float if tensor.dtype.is_floating_point else int
-        return Leaf(_torch.from_functional(tensor), is_list), kind, lambda: self._preview.read(node, read)
+        return Leaf(_torch.from_functional(tensor), is_list), kind, lambda: self.preview.read(node, read)
 
     def _name(self, number: Number, node: fx.Node) -> None:
         [name] = origins_of(number)
@@ -146,15 +148,31 @@ class Looks:
 
     def _add(self, check: Check, nodes: list[fx.Node]) -> None:
         """Let the graph look again, here: all that it looks at has been computed."""
-        session, requirement = self._session, Requirement(check)
-        if not self.requirements:
-            entries = [entry for entry in session.parameters if id(entry.twin) not in session.cleared_first]
-            self.gradients_before = {id(entry.real): entry.real for entry in entries}
-        self.requirements.append(requirement)
+        self.begin()
+        session, requirement = self._session, self._required(check)
         node = session.tracer.graph.call_function(_recording_torch.REQUIRE, (nodes, requirement.key))
         # In no checkpoint region: what is looked at is not looked at again in the backward.
         node.meta |= {"val": self._nothing, "source": source.current_line()}
         node.meta["phase"] = session.phase_now()
+
+    def begin(self) -> None:
+        """From here on the graph may be left: note which gradients of before the call are still there."""
+        if not self._has_begun:
+            self._has_begun = True
+            entries = [entry for entry in self._session.parameters if id(entry.twin) not in self._session.cleared_first]
+            self.gradients_before = {id(entry.real): entry.real for entry in entries}
+
+    def look_at_sizes(self, check: Check, sizes: list[fx.Node], like: fx.Node) -> None:
+        """Let the graph look at sizes that values decide, where it is being built just now."""
+        requirement = self._required(check)
+        args = ([], requirement.key, sizes)
+        node = self._session.tracer.graph.call_function(_recording_torch.REQUIRE, args)
+        node.meta |= {"val": self._nothing, "source": like.meta.get("source", "")}
+        node.meta["phase"] = like.meta.get("phase", Phase.FORWARD)
+
+    def _required(self, check: Check) -> Requirement:
+        self.requirements.append(Requirement(check))
+        return self.requirements[-1]
 
 
 def _refused(where: str = "") -> CaptureError:

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from wholestep import _torch
+from wholestep import _sizes_torch, _torch
 from wholestep._recording_torch import REQUIRE
 from wholestep.graph import Phase, StepGraph, nodes_in, ops
 
@@ -119,6 +119,8 @@ def why_not(node: fx.Node) -> str:
         return node.meta[NOT_LOWERED]
     if _has_float_symbol(node):
         return "it reads a number that changes from step to step"
+    if any(map(_sizes_torch.depends_on_values, _values(node))):
+        return "its size depends on values"
     if not ops.is_op(node):
         return "" if ops.is_pure(target) and not _is_ours(target) else "it is not a plain operator"
     if ops.is_collective(target):
@@ -139,8 +141,12 @@ def _is_ours(target: Any) -> bool:
 
 
 def _has_float_symbol(node: fx.Node) -> bool:
-    values = [node.meta.get("val"), *(source.meta.get("val") for source in nodes_in((node.args, node.kwargs)))]
-    return any(isinstance(value, (torch.SymFloat, torch.SymBool)) for value in values)
+    return any(isinstance(value, (torch.SymFloat, torch.SymBool)) for value in _values(node))
+
+
+def _values(node: fx.Node) -> list[Any]:
+    """What a call gives and is given."""
+    return [node.meta.get("val"), *(source.meta.get("val") for source in nodes_in((node.args, node.kwargs)))]
 
 
 def does_something(node: fx.Node) -> bool:

@@ -25,7 +25,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from wholestep import _torch
+from wholestep import _sizes_torch, _torch
 from wholestep.graph import StepGraph, map_nodes, ops
 
 aten = torch.ops.aten
@@ -245,6 +245,8 @@ class _Finder:
         value = self._log_probabilities.meta["val"]
         if value.dim() != 2 or _torch.optimization_hint(value.shape[0]) < 2:
             raise _NoHead(f"{_place(self.loss)} has a single row")
+        if _sizes_torch.depends_on_values(value):
+            raise _NoHead(f"{_place(self.loss)} has a number of rows that depends on values")
 
     def _path(self) -> list[fx.Node]:
         """From the log-probabilities up to the linear layer."""

@@ -1,10 +1,10 @@
-"""What arguments of a step may look like."""
+"""What arguments and options of a step may look like."""
 
 from __future__ import annotations
 
 import torch
 
-from wholestep.capture import tree
+from wholestep.capture import Capture, tree
 from wholestep.errors import CaptureError
 
 
@@ -19,3 +19,14 @@ def refuse_tensor_keys(spec: tree.Spec) -> None:
         )
     for child in spec.children:
         refuse_tensor_keys(child)
+
+
+def refuse_unplannable(captured: Capture, memory_budget: object) -> None:
+    """Raise `CaptureError` for a budget of a step with sizes that values decide: calls may need more than planned."""
+    if memory_budget is not None and captured.sizes_of_values is not None:
+        raise CaptureError(
+            "the step makes a tensor whose size depends on values, so that its memory cannot be planned",
+            location=captured.sizes_of_values,
+            advice="Keep the shape and mask instead: torch.where, (x * mask).sum() / mask.sum(); or leave out "
+            "memory_budget",
+        )

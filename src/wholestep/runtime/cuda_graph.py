@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from wholestep import _torch
+from wholestep import _sizes_torch, _torch
 from wholestep._recording_torch import REQUIRE
 from wholestep.graph import Replay, SlotKind, StepGraph, nodes_in, ops
 from wholestep.lower import Region
@@ -53,6 +53,8 @@ def _obstacle(node: fx.Node, device: torch.device) -> str:
         return "is a number that changes from step to step, and not only fused optimizers read it"
     if node.target is REQUIRE:
         return "looks at values of the device"
+    if _sizes_torch.depends_on_values(value):
+        return "has a size that depends on values"
     if any(item.device != device for item in _tensors([node])) and not _is_rate_tensor(node):
         return f"is not on {device}"
     if node.op != "call_function":

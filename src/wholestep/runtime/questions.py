@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
+from wholestep import _sizes_torch
 from wholestep.capture import Capture
+from wholestep.errors import CaptureError
 from wholestep.runtime.executable import Executable
 from wholestep.runtime.guards import Call, Check
 
 
 def question_guards(capture: Capture) -> list[Check]:
     """Nothing for a step that asks nothing; it comes last, as it takes the types of the arguments for granted."""
+    for assumption in _sizes_torch.unasked(capture.graph.fake_mode.shape_env):
+        raise CaptureError(
+            f"a rewrite of the graph takes for granted that {assumption}, of a size that depends on values",
+            location=capture.sizes_of_values,
+            advice="Leave out the pass",
+        )
     if capture.asked is None:
         return []
     answers, places, last = capture.asked.answers, capture.asked.places, capture.asked.found
@@ -33,6 +41,8 @@ def question_guards(capture: Capture) -> list[Check]:
         if not differing:
             return None
         answer, value = differing[0]
+        if isinstance(value, str):
+            return f"a size that values of the batch decide at {answer.where} is {value or 'another one'}"
         return f"the step looks at a value of its batch at {answer.where}, which was {answer.value} and is {value}"
 
     return [check]

@@ -39,7 +39,7 @@ from wholestep.passes import (
 )
 from wholestep.remat import MemoryStudy, RematPlan, Survey, fit_lowered_step, fit_step, readable
 from wholestep.runtime import differential
-from wholestep.runtime.arguments import refuse_tensor_keys
+from wholestep.runtime.arguments import refuse_tensor_keys, refuse_unplannable
 from wholestep.runtime.data_parallel import DataParallel, Replicas
 from wholestep.runtime.dry_run import ImaginedReplicas, uncompiled_regions
 from wholestep.runtime.dynamic import choose_dynamic_dims, fewer_dims, what_is_fixed
@@ -407,6 +407,7 @@ class StepRunner:
         def capture_step(zero_gradients: frozenset[str]) -> tuple[Capture, StepGraph]:
             nonlocal memory, survey
             captured = self._capture(call, zero_gradients)
+            refuse_unplannable(captured, self.options.memory_budget)
             graph = run_passes(captured.graph, rewrite, dump_dir=dump_dir)
             self._is_lowered = self._lowers(graph)
             if self._is_lowered and _is_on_cuda(graph):

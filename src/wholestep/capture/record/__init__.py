@@ -1,6 +1,6 @@
 """What Python a step reads, writes and draws while it is traced: guards for later calls, and effects to do again."""
 
-from wholestep.capture.record.again import AsksBefore, DrawsWhole, Missed, Raises, Unsymbolic
+from wholestep.capture.record.again import AsksBefore, DrawsWhole, HasSizes, Missed, Raises, Unsymbolic
 from wholestep.capture.record.guard import Difference, ReadGuard
 from wholestep.capture.record.late import OtherOutcome
 from wholestep.capture.record.listen import listening
@@ -20,6 +20,7 @@ __all__ = [
     "Difference",
     "DrawsWhole",
     "Filling",
+    "HasSizes",
     "Missed",
     "Number",
     "OtherOutcome",

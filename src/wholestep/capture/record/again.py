@@ -39,3 +39,14 @@ class DrawsWhole(BaseException):
 
 class AsksBefore(BaseException):
     """The step branches on a value, or makes text of it: traced again, with rates and state known before it runs."""
+
+
+class HasSizes(BaseException):
+    """The step makes tensors whose size depends on values: traced again, with symbols for such sizes.
+
+    With `pretends`, no row and one are traced as some. Without, as they are: the step takes another course for them.
+    """
+
+    def __init__(self, *, pretends: bool) -> None:
+        super().__init__(pretends)
+        self.pretends = pretends

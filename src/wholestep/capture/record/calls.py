@@ -375,6 +375,8 @@ def _setattr(recorder: Recorder, function: Any, args: tuple[Any, ...], _kwargs: 
 
 def _len(recorder: Recorder, function: Any, args: tuple[Any, ...], _kwargs: dict[str, Any]) -> Any:
     owner = args[0]
+    if isinstance(owner, torch.Tensor) and owner.dim() and isinstance(owner.shape[0], torch.SymInt):
+        return _num_rows
     if isinstance(owner, types.MappingProxyType):
         classes.read_view(recorder, owner)
         return function
@@ -382,6 +384,11 @@ def _len(recorder: Recorder, function: Any, args: tuple[Any, ...], _kwargs: dict
         recorder.follow_operators(owner)
         return function
     return recorder.length if isinstance(owner, CONTAINERS) else function
+
+
+def _num_rows(tensor: torch.Tensor) -> Any:
+    """`len(tensor)`, without asking for the number."""
+    return tensor.shape[0]
 
 
 def _get_attributes(recorder: Recorder, getter: Any, args: tuple[Any, ...]) -> None:
