@@ -25,10 +25,13 @@ class Scale:
     patch: int = 8
     vocabulary: int = 99
     positions: int = 64
+    sections: int = 0
+    """Into how many a head is cut for positions in time, height and width."""
 
 
 SCALES = (
     Scale(),
+    Scale(sections=3),
     Scale(image=64),
     Scale(width=64),
     Scale(image=224, patch=32),
@@ -76,8 +79,8 @@ _INTEGERS: tuple[Rule, ...] = (
         lambda value, scale: 2 * scale.width,
     ),
     ((r".*experts",), _at_most(4)),
-    ((r".*experts_per_tok(en)?", r".*top_?k.*", "moe_k"), _at_most(2)),
     (("n_group", "topk_group", "n_groups", "num_expert_group"), _exactly(1)),
+    ((r".*experts_per_tok(en)?", r".*top_?k.*", "moe_k"), _at_most(2)),
     (("num_groups",), _at_most(4)),
     (
         (r".*max_.*positions?(_embeddings)?", "n_positions", "n_ctx", r"max_seq.*", r"seq_length", "context_length"),
@@ -145,21 +148,22 @@ def small_config(config_class: Any, scale: Scale) -> Any:
         value = getattr(default, name, None)
         if hasattr(type(value), "sub_configs"):
             options[name] = small_config(type(value), scale)
-        elif name == "rope_parameters" and isinstance(value, dict) and "mrope_section" in value:
-            options[name] = value | {"mrope_section": _sections(len(value["mrope_section"]), scale)}
+        elif name == "rope_parameters" and isinstance(value, dict) and scale.sections:
+            options[name] = value | {"mrope_section": _sections(scale)}
         elif field.default is not None or name.endswith("_token_id") or name in _SET_ANYWAY:
             small = _small_value(name, 64 if value is None and name in _SET_ANYWAY else value, scale)
             if small is not value:
                 options[name] = small
     if "qk_rope_head_dim" in fields:
         options.pop("head_dim", None)
+        options["num_key_value_heads"] = scale.heads
     return config_class(**options | OPTIONS.get(default.model_type, {}))
 
 
-def _sections(number: int, scale: Scale) -> list[int]:
-    """Sections of half a head."""
+def _sections(scale: Scale) -> list[int]:
+    """Half a head, in sections."""
     half = scale.width // scale.heads // 2
-    return [half - number + 1] + [1] * (number - 1)
+    return [half - scale.sections + 1] + [1] * (scale.sections - 1)
 
 
 def _small_value(name: str, value: Any, scale: Scale) -> Any:

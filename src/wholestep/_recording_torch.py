@@ -29,6 +29,10 @@ from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimize
 from wholestep._threads import only_where
 from wholestep._torch import outside_modes
 
+ScriptFunction = torch.jit.ScriptFunction
+SCRIPTED = "_torchdynamo_inline"
+"""Where such a function keeps the Python function that it was made of."""
+
 
 @contextlib.contextmanager
 def untraced() -> Generator[None]:

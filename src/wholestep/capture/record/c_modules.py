@@ -5,6 +5,9 @@ from __future__ import annotations
 import types
 from typing import TYPE_CHECKING, Any
 
+from wholestep import _recording_torch
+from wholestep.capture.record.places import Step
+
 if TYPE_CHECKING:
     from wholestep.capture.record.recorder import Recorder
 
@@ -55,6 +58,24 @@ _PROCESS = {
     "sys": frozenset(["intern", "getsizeof", "exc_info", "exception", "_getframe", "audit", "is_finalizing"]),
     "gc": frozenset(["collect"]),
 }
+
+
+def scripted(
+    recorder: Recorder, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> types.FunctionType | None:
+    """The Python function that `torch.jit.script` was given: TorchScript's interpreter looks past the trace.
+
+    None for anything else, and where a container is passed, which TorchScript would copy.
+    """
+    if type(function) is not _recording_torch.ScriptFunction:
+        return None
+    if any(isinstance(value, (list, dict)) for value in (*args, *kwargs.values())):
+        return None
+    recorder.root(function)
+    recorder.note(
+        function, Step.ATTRIBUTE, _recording_torch.SCRIPTED, getattr(function, _recording_torch.SCRIPTED, None)
+    )
+    return getattr(function, _recording_torch.SCRIPTED, None)
 
 
 def refuse_effects(recorder: Recorder, function: Any, module: types.ModuleType | None) -> None:

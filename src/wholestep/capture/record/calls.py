@@ -83,6 +83,8 @@ def choose(recorder: Recorder, function: Any, args: tuple[Any, ...], kwargs: dic
     if isinstance(function, nn.Module):
         recorder.enter_module(function)
         return function
+    if (python := c_modules.scripted(recorder, function, args, kwargs)) is not None:
+        return _python(recorder, python, args, kwargs)
     if kind is not functools.partial:
         _refuse_looks_into_text(recorder, function, args, kwargs)
     has_numbers = any(type(arg) is numbers.Number for arg in (*args, *kwargs.values()))
