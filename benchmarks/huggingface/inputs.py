@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 BATCH = 2
 LENGTH = 12
@@ -37,7 +37,7 @@ _CLASSES = (
 class Maker:
     """Draws the batches of one model: the same names and sizes each time, other values."""
 
-    def __init__(self, model: nn.Module, variant: dict[str, Any]) -> None:
+    def __init__(self, model: Any, variant: dict[str, Any]) -> None:
         self._model, self._config, self._variant = model, model.config, variant
         self._names = set(inspect.signature(model.forward).parameters)
 

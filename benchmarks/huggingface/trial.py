@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib
 import re
 import traceback
 from typing import Any
@@ -10,7 +11,7 @@ from typing import Any
 import torch
 from tests.parity import differences
 from tests.twins import Twins, World, observe
-from torch import Tensor
+from torch import Tensor, nn
 
 import wholestep
 from benchmarks.huggingface.classes import Found, Unbuilt, find, loss_of
@@ -45,7 +46,7 @@ def measure(name: str, model_type: str, *, num_steps: int, upstream: bool) -> Ro
 
 
 def _compare(name: str, found: Found, num_steps: int) -> Row:
-    twins = Twins(lambda: _world(found), make=lambda world: _step_of(found))
+    twins = Twins(lambda: world(found), make=lambda world: step_of(found))
     row = Row(name, "bitwise")
     try:
         for number in range(num_steps):
@@ -61,12 +62,24 @@ def _compare(name: str, found: Found, num_steps: int) -> Row:
     return row
 
 
-def _world(found: Found) -> World:
+def warm_up() -> None:
+    """Import before the first class what all need, and each would import again in its own process."""
+    for name in ("modeling_utils", "generation", "models.bert.modeling_bert", "models.llama.modeling_llama"):
+        importlib.import_module(f"transformers.{name}")
+    net = nn.Linear(2, 2)
+    with torch.no_grad():
+        torch.compile(net, fullgraph=True, backend="aot_eager")(torch.ones(1, 2))
+        wholestep.compile(lambda net, x: net(x))(net, torch.ones(1, 2))
+
+
+def world(found: Found) -> World:
+    """A model of the class, and its optimizer."""
     model = found.build()
     return World(model=model, optimizer=torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True))
 
 
-def _step_of(found: Found) -> Any:
+def step_of(found: Found) -> Any:
+    """The ordinary train step of the class."""
     way = found.way
 
     def train_step(model: Any, optimizer: Any, batch: dict[str, Any]) -> Tensor:
@@ -89,9 +102,9 @@ def _upstream(found: Found) -> str:
     try:
         with torch.random.fork_rng():
             torch.manual_seed(0)
-            world, step = _world(found), _step_of(found)
-            compiled = torch.compile(world.model, fullgraph=True, backend="aot_eager")
-            step(compiled, world.optimizer, found.batch(0))
+            own, step = world(found), step_of(found)
+            compiled = torch.compile(own.model, fullgraph=True, backend="aot_eager")
+            step(compiled, own.optimizer, found.batch(0))
     except Exception as error:
         return f"{type(error).__name__}: {_first_line(str(error))}"
     return "runs"
