@@ -98,6 +98,9 @@ class Settings:
     keep_heap: bool = _setting(
         "KEEP_HEAP", True, _SWITCH, "memory freed on the CPU stays with a process that runs a lowered step", unset="1"
     )
+    debug: bool = _setting(
+        "DEBUG", False, _SWITCH, "tracebacks of errors show Wholestep's own frames and those of tracing, too", unset="0"
+    )
     progress: bool | None = _setting(
         "PROGRESS",
         None,

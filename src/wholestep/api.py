@@ -215,6 +215,7 @@ def _step_options(
         dump_dir=Path(settings.dump_dir) if settings.dump_dir else None,
         agreement_timeout_s=settings.agreement_timeout_s,
         keep_heap=settings.keep_heap,
+        is_debugging=settings.debug,
     )
 
 

@@ -8,14 +8,24 @@ class WholestepError(ValueError):
 
 
 class CaptureError(WholestepError):
-    """The train step cannot be captured as one graph; model, optimizer and RNG are as they were before the call."""
+    """The train step cannot be captured as one graph; model, optimizer and RNG are as they were before the call.
+
+    `location` is the user's own `file:line`, `library` the line of somebody else's code that it has led to, if any.
+    """
 
     def __init__(self, message: str, *, location: str | None = None, advice: str | None = None) -> None:
+        super().__init__()
         self.message = message
-        self.location = location
         self.advice = advice
-        text = message if location is None else f"{location}: {message}"
-        super().__init__(text if advice is None else f"{text}. {advice}")
+        self.locate(location)
+
+    def locate(self, location: str | None) -> None:
+        """Say where it was, for those that are told too late to know."""
+        self.location = location
+        self.library: str | None = getattr(location, "library", None)
+        text = self.message if self.location is None else f"{self.location}: {self.message}"
+        text = text if self.library is None else f"{text} (in {self.library})"
+        self.args = (text if self.advice is None else f"{text}. {self.advice}",)
 
 
 class GuardError(WholestepError):

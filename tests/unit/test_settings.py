@@ -24,6 +24,7 @@ def test_nothing_set_gives_the_defaults() -> None:
         recompile_warning=8,
         disable=False,
         verify=0,
+        debug=False,
         progress=None,
     )
 
@@ -40,6 +41,7 @@ def test_nothing_set_gives_the_defaults() -> None:
         ("WHOLESTEP_VERIFY", "2", "verify", 2),
         ("WHOLESTEP_AGREEMENT_TIMEOUT", "60", "agreement_timeout_s", 60),
         ("WHOLESTEP_KEEP_HEAP", "0", "keep_heap", False),
+        ("WHOLESTEP_DEBUG", "1", "debug", True),
         ("WHOLESTEP_PROGRESS", "no", "progress", False),
         ("WHOLESTEP_PROGRESS", "yes", "progress", True),
     ],

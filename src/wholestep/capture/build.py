@@ -9,6 +9,7 @@ from torch import fx
 
 from wholestep import _torch
 from wholestep._recording_torch import REQUIRE
+from wholestep.capture import source
 from wholestep.capture.binding import Binding, FixedTensor, NumberOf
 from wholestep.capture.collect import Collected
 from wholestep.capture.overlap import array_span, first_overlap, span
@@ -199,7 +200,7 @@ def _refuse_mixed_types(graph: StepGraph) -> None:
             names = " and ".join(sorted(str(dtype) for dtype in dtypes))
             raise CaptureError(
                 f"{node.target} would multiply tensors of {names}" + _in_module(node),
-                location=node.meta.get("source"),
+                location=source.location_of_line(node.meta.get("source")),
                 advice="Convert the batch or the model to one dtype, or use autocast",
             )
 
@@ -233,7 +234,7 @@ def _refuse_early_writes(graph: StepGraph) -> None:
         if ops.has_effect(node) and not ops.is_random(node.target):
             raise CaptureError(
                 f"the step looks at a value, to check it, after {node.target} has written unseen" + _in_module(node),
-                location=calls[last_look].meta.get("source"),
+                location=source.location_of_line(calls[last_look].meta.get("source")),
                 advice="Check the value outside the step",
             )
 
@@ -251,6 +252,6 @@ def _refuse_arrays_in_use(graph: StepGraph, lifted: dict[str, Lifted], session: 
             writer = next((graph.updates[slot_id] for slot_id in pair if slot_id in graph.updates), None)
             raise CaptureError(
                 f"the step writes to memory that it uses both as NumPy array '{name}' and as a tensor",
-                location=None if writer is None else writer.meta.get("source"),
+                location=None if writer is None else source.location_of_line(writer.meta.get("source")),
                 advice="Use the tensor alone, or a copy of the array",
             )

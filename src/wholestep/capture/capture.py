@@ -25,8 +25,21 @@ from torch.optim import Optimizer
 
 from wholestep import _recording_torch, _torch
 from wholestep._sizes_torch import SizesEnv
-from wholestep._threads import one_at_a_time, others_may_be_why
-from wholestep.capture import binding, blank, build, discover, options, refusals, source, swap, switches, tree
+from wholestep._threads import one_at_a_time
+from wholestep.capture import (
+    binding,
+    blank,
+    build,
+    discover,
+    failures,
+    options,
+    refusals,
+    remedies,
+    source,
+    swap,
+    switches,
+    tree,
+)
 from wholestep.capture.collect import Collected, collect, foreign_state
 from wholestep.capture.discover import Reachable
 from wholestep.capture.functional import Functional
@@ -142,6 +155,7 @@ class _Call:
             has_symbolic_sizes=bool(self.dynamic_dims) or self.pretends is not None,
             zero_gradients=self.zero_gradients,
             optimizers={id(optimizer) for optimizer in self.found.optimizers.values()},
+            looked_in=discover.looked_in(self.function, self.args, self.kwargs, self.found),
             questions=Questions(
                 is_answering=self.answers and not is_imagined, of_state=self.asks_before and not is_imagined
             ),
@@ -203,7 +217,7 @@ def capture(
     Raises `CaptureError` with the user's file and line when the step cannot be captured as one graph.
     """
     refusals.refuse_nested(function)
-    with one_at_a_time():
+    with one_at_a_time(), failures.told(function):
         handed_out = HandedOut()
         call = (function, args, kwargs, discover.reachable(function, args, kwargs))
         captured = _capture(_Call(*call, dynamic_dims, zero_gradients, numbers, answers, handed_out))
@@ -265,30 +279,19 @@ def _trace(call: _Call) -> tuple[_Call, fx.GraphModule, Collected]:
             lambda: _traced_run(call, collected), call.session.fake_mode, symbolic_sizes=call.session.has_symbolic_sizes
         )
     except CaptureError as error:
-        if error.location is not None:
-            raise
-        location = source.raising_line(error) or discover.location_of(function)
-        raise CaptureError(error.message, location=location, advice=error.advice) from error
+        failures.locate(error, function)
+        raise
     except _torch.DATA_DEPENDENT_ERRORS as error:
         if isinstance(error, _torch.SIZE_ERROR) and call.pretends is None:
             raise HasSizes(pretends=True) from error
         if not call.asks_before:
             raise AsksBefore from error
-        asking = f"{type(call.session.optimizer).__name__}.step()" if call.session.optimizer else "the step"
-        raise CaptureError(
-            f"{asking} depends on a value that is only known when it runs ({source.first_line(error)})",
-            location=source.raising_line(error),
-            advice="Use torch.where / torch.clamp instead of Python branches on tensor values",
-        ) from error
+        raise failures.of_data_dependence(error, function, call.session.optimizer) from error
     except SystemExit as error:
-        raise Raises("the step exits", location=source.raising_line(error)) from error
+        raise Raises("the step exits", location=source.raising_line(error, function)) from error
     except Exception as error:
         call.recorder.caught.require_none()  # which the step may have turned into this one
-        raise (Raises if call.session.looks.requirements else CaptureError)(
-            f"{type(error).__name__}: {source.first_line(error)}",
-            location=source.raising_line(error) or discover.location_of(function),
-            advice=f"The train step raised this while it was captured; nothing has been changed{others_may_be_why()}",
-        ) from error
+        raise failures.of_step(error, function, has_looked=bool(call.session.looks.requirements)) from error
     return call, module, collected[0]
 
 
@@ -298,7 +301,7 @@ def _trace_until_complete(call: _Call) -> tuple[_Call, fx.GraphModule, Collected
         try:
             return _trace(call)
         except Missed as missed:
-            call = call.again(found=discover.with_module(call.found, missed.module))
+            call = call.again(found=discover.with_missed(call.found, missed.owner))
         except DrawsWhole as error:
             call = call.again(whole_draws=[error.drawer])
         except Unsymbolic as error:
@@ -306,7 +309,7 @@ def _trace_until_complete(call: _Call) -> tuple[_Call, fx.GraphModule, Collected
             if not fixed - call.fixed:
                 raise CaptureError(
                     "the step computes with a number in a way that needs its value, and gets another one each time",
-                    location=discover.location_of(call.function),
+                    location=source.location_of(call.function),
                     advice="Keep it in a tensor",
                 ) from error
             numbers = tuple(path for path in call.numbers if path not in error.paths)
@@ -317,8 +320,8 @@ def _trace_until_complete(call: _Call) -> tuple[_Call, fx.GraphModule, Collected
             if call.asks_before:
                 raise CaptureError(
                     "the step makes text of a value that is only known when it runs",
-                    location=source.raising_line(error) or discover.location_of(call.function),
-                    advice=source.VALUE_ADVICE,
+                    location=source.raising_line(error, call.function),
+                    advice=remedies.for_error(error),
                 ) from error
             call = call.again(asks_before=True)
         except Unseen as error:

@@ -20,13 +20,14 @@ from torch import nn
 from torch.optim import Optimizer
 
 from wholestep import _recording_torch
-from wholestep.capture import tree
+from wholestep.capture import source, tree
 from wholestep.capture.record.numbers import is_late, value_of
 from wholestep.capture.wrapped_optimizers import inner_optimizers
 from wholestep.errors import CaptureError
 
 _MAX_DEPTH = 4
 _MAX_ATTRIBUTES = 3
+_MOST_NAMES = 8
 _SCALARS = (bool, int, float, str, type(None))
 
 _UNASSIGNED = object()
@@ -138,25 +139,39 @@ def reachable(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[
     if not modules:
         raise CaptureError(
             f"no torch.nn.Module is among the arguments, closure or globals of {_name(function)}",
-            location=location_of(function),
+            location=source.location_of(function),
             advice="Pass the model as an argument of the train step",
         )
     optimizers, wrappers = inner_optimizers(optimizers)
     return Reachable(modules, optimizers, free_values, wrappers)
 
 
-def with_module(found: Reachable, module: nn.Module) -> Reachable:
+def with_missed(found: Reachable, owner: nn.Module | Optimizer) -> Reachable:
+    """The same with one more model or optimizer."""
+    if isinstance(owner, nn.Module):
+        return _with_module(found, owner)
+    optimizers, wrappers = inner_optimizers({**found.optimizers, f"optimizer{len(found.optimizers)}": owner})
+    return replace(found, optimizers=optimizers, wrappers={**found.wrappers, **wrappers})
+
+
+def looked_in(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], found: Reachable) -> str:
+    """Where models and optimizers were looked for, in words."""
+    arguments = [*argument_names(function, len(args)), *kwargs]
+    parts = [_listed("arguments", arguments), _listed("what it reads from outside", [*found.free_values])]
+    return " and in ".join(part for part in parts if part) or "its arguments, closure and globals"
+
+
+def _listed(what: str, names: list[str]) -> str:
+    shown = ", ".join(names[:_MOST_NAMES]) + (", ..." if len(names) > _MOST_NAMES else "")
+    return f"{what} ({shown})" if names else ""
+
+
+def _with_module(found: Reachable, module: nn.Module) -> Reachable:
     """The same with one more model; those inside it are not listed again."""
     inner = {id(child) for child in module.modules()}
     modules = {name: other for name, other in found.modules.items() if id(other) not in inner}
     name = f"model{len(found.modules)}"
     return replace(found, modules={**modules, name: module})
-
-
-def location_of(function: Callable[..., Any]) -> str | None:
-    """`file:line` of a function's definition."""
-    code: CodeType | None = getattr(inspect.unwrap(function), "__code__", None)
-    return f"{code.co_filename}:{code.co_firstlineno}" if code is not None else None
 
 
 def argument_names(function: Callable[..., Any], num_args: int) -> list[str]:

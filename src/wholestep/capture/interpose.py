@@ -25,7 +25,7 @@ from torch.overrides import TorchFunctionMode
 
 from wholestep import _autograd_torch, _recording_torch, _torch
 from wholestep._threads import only_where
-from wholestep.capture import fused, source
+from wholestep.capture import fused, remedies, source
 from wholestep.capture.record import Number
 from wholestep.capture.session import Reassigned, Session
 from wholestep.capture.trail import listening
@@ -85,7 +85,7 @@ class Interposer(TorchFunctionMode):
             raise CaptureError(
                 f"{source.what_reads(_READS_A_VALUE[func])} needs a value that is only known when the step runs",
                 location=source.current_location(),
-                advice=source.VALUE_ADVICE,
+                advice=remedies.for_values(),
             )
         _refuse_generators(args, kwargs)
         numbers = [value for value in (*args, *(kwargs or {}).values()) if type(value) is Number]

@@ -18,7 +18,7 @@ import torch
 from torch import fx
 
 from wholestep import _recording_torch, _torch
-from wholestep.capture import blank, checks, source
+from wholestep.capture import blank, checks, remedies, source
 from wholestep.capture.preview import Preview
 from wholestep.capture.record.again import Raises
 from wholestep.capture.record.late import Check, Leaf, OtherOutcome, Requirement
@@ -179,5 +179,5 @@ def _refused(where: str = "") -> CaptureError:
     return CaptureError(
         f"{source.what_reads()} needs a value that is only known when the step runs{where}",
         location=source.current_location(),
-        advice=source.VALUE_ADVICE,
+        advice=remedies.for_values(),
     )

@@ -9,7 +9,7 @@ from torch import nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from wholestep import _torch
-from wholestep.capture import discover, source
+from wholestep.capture import source
 from wholestep.capture.discover import Reachable
 from wholestep.errors import CaptureError
 
@@ -29,7 +29,7 @@ def refuse_wrappers(found: Reachable, function: Callable[..., Any]) -> None:
         if inner in dict(module.named_children()):
             raise CaptureError(
                 f"'{name}' is wrapped in {type(module).__name__}",
-                location=discover.location_of(function),
+                location=source.location_of(function),
                 advice=f"Pass the plain module ({name}.{inner})",
             )
 

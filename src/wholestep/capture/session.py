@@ -21,6 +21,7 @@ from wholestep.capture import binding, blank, source
 from wholestep.capture.leftovers import HandedOut
 from wholestep.capture.optimizer_state import defaults, refuse_other_defaults
 from wholestep.capture.questions import Questions
+from wholestep.capture.record.again import Missed
 from wholestep.capture.record.numbers import Number, is_late, name_of, settled, value_of
 from wholestep.capture.record.places import Rooted, Step, find
 from wholestep.capture.record.recorder import Recorder
@@ -105,6 +106,8 @@ class Session:
     """Ids of the optimizers whose state has been lifted."""
     defaults: tuple[Any, ...] = field(default_factory=defaults)
     """Dtype and device of tensors that are made without naming one, where the step begins."""
+    looked_in: str = ""
+    """Where optimizers were looked for, in words."""
     stepped: list[Optimizer] = field(default_factory=list)
     optimizer: Optimizer | None = None
     """The optimizer whose `step()` is running."""
@@ -312,15 +315,18 @@ class Session:
 
     def note_optimizer_step(self, optimizer: Optimizer) -> None:
         """Note which parameters `optimizer.step()` will update; refuses an optimizer that would update none."""
+        members = [p for group in optimizer.param_groups for p in group["params"]]
         if id(optimizer) not in self.optimizers:
+            if members and not any(map(_torch.is_traced, members)):
+                raise Missed(optimizer)
             raise CaptureError(
-                f"the step updates with a {type(optimizer).__name__} that could not be found: its state is not known",
+                f"the step updates with a {type(optimizer).__name__} that it has made itself, or that could not be "
+                f"found in {self.looked_in}",
                 location=source.current_location(),
                 advice="Pass the optimizer itself as an argument of the train step, not only what wraps it",
             )
         self.stepped.append(optimizer)
         refuse_other_defaults(optimizer, self.defaults)
-        members = [p for group in optimizer.param_groups for p in group["params"]]
         updated = {id(p) for p in members if _torch.is_traced(p) and p.grad is not None}
         if not updated:
             raise CaptureError(

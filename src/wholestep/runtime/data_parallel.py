@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
-from wholestep.capture import Capture
+from wholestep.capture import Capture, source
 from wholestep.comm import AllReduce, Bucket, Overlap, SplitOptimizer, reducible_gradients
 from wholestep.comm.bucket import format_groups
 from wholestep.comm.facts import gather_facts
@@ -303,7 +303,7 @@ class Replicas:
             raise CaptureError(
                 f"the update of {slot_id.partition('.')[2]} is computed from this rank's own batch, not from gradients "
                 "that ranks average, so that each rank would train another model",
-                location=node.meta.get("source"),
+                location=source.location_of_line(node.meta.get("source")),
                 advice="Compute it from .grad after backward(), or pass what it needs as a number that ranks share",
             )
 

@@ -32,4 +32,5 @@ class StepOptions:
     agreement_timeout_s: float = 300.0
     keep_heap: bool = True
     on_refusal: str = "raise"
+    is_debugging: bool = False
     dry_run: DryRun | None = None

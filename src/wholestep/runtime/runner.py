@@ -5,10 +5,9 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
-import gc
 import logging
 import time
-from collections.abc import Callable, Generator
+from collections.abc import Callable
 from dataclasses import replace
 from types import FunctionType
 from typing import Any, Self
@@ -44,29 +43,18 @@ from wholestep.runtime.data_parallel import DataParallel, Replicas
 from wholestep.runtime.dry_run import ImaginedReplicas, uncompiled_regions
 from wholestep.runtime.dynamic import choose_dynamic_dims, fewer_dims, what_is_fixed
 from wholestep.runtime.guards import Call
-from wholestep.runtime.heap import keep_freed_memory
+from wholestep.runtime.heap import garbage_collection_paused, keep_freed_memory
 from wholestep.runtime.measured import Measured, run_measured
 from wholestep.runtime.options import StepOptions
 from wholestep.runtime.pending import flush_all, flush_others
 from wholestep.runtime.rotation import IterationGraphs, Rotation
 from wholestep.runtime.specialization import Specialization
+from wholestep.runtime.tracebacks import tell
 
 logger = logging.getLogger(__name__)
 
 _MAX_OUTCOMES = 8
 """So many graphs of one step may differ in nothing but the values that it looks at."""
-
-
-@contextlib.contextmanager
-def _garbage_collection_paused() -> Generator[None]:
-    """Compiling makes very many long-lived objects; walking them over and over frees nothing and takes its time."""
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_enabled:
-            gc.enable()
 
 
 def _cut(pipeline: Pipeline) -> tuple[Pipeline, Pipeline]:
@@ -122,12 +110,21 @@ class StepRunner:
         self._num_outcomes = 0
         self._is_refused = False
         """Whether it runs as it is from now on, but for calls that a graph is known of."""
+        self._has_gone_well = False
+        """Whether eager has run a call that raised where it was traced: the next one like that is refused."""
         self.num_eager_calls = 0
         """How many calls have run in eager, as no graph was made for the way that they took."""
         self._takes_last = discover.has_argument(function, "last")
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run one step. With `last=True` it leaves nothing pending (unless the step has an argument of that name)."""
+        try:
+            return self._called(args, kwargs)
+        except BaseException as error:
+            tell(error, self._function, is_debugging=self.options.is_debugging)
+            raise
+
+    def _called(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if self.options.dry_run is not None:
             raise GuardError(f"{self._name} was planned for a device or ranks that are not there, it cannot run")
         is_last = bool(not self._takes_last and kwargs.pop("last", False))
@@ -139,7 +136,9 @@ class StepRunner:
             chosen = self._choose_unless_refused(call)
             if chosen is None:
                 self._num_calls += 1
-                return self._run_in_eager(call)
+                result = self._run_in_eager(call)
+                self._has_gone_well = True
+                return result
             if self._replicas is not None:
                 self._replicas.begin_call(chosen.part, chosen.capture, self._num_attempts, call.leaves)
             self._num_calls += 1
@@ -210,11 +209,10 @@ class StepRunner:
             return fitting
         try:
             return self._choose_with_others(call)
-        except Raises:
-            if self.options.memory_budget is not None:
-                raise
-            return None
         except CaptureError as error:
+            is_certain = not self._has_gone_well and self.options.data_parallel is None
+            if isinstance(error, Raises) and is_certain and self.options.memory_budget is None:
+                return None
             if self.options.on_refusal == "raise":
                 raise
             self._is_refused = True
@@ -256,8 +254,12 @@ class StepRunner:
 
     def prepare(self, *args: Any, **kwargs: Any) -> None:
         """Capture and plan the step for such a call, and run nothing; there is a graph afterwards."""
-        with contextlib.nullcontext() if self.options.dry_run is None else uncompiled_regions():
-            self._choose(Call.of(self._function, args, kwargs))
+        try:
+            with contextlib.nullcontext() if self.options.dry_run is None else uncompiled_regions():
+                self._choose(Call.of(self._function, args, kwargs))
+        except BaseException as error:
+            tell(error, self._function, is_debugging=self.options.is_debugging)
+            raise
 
     def flush(self) -> None:
         """Apply whatever the last call has left for the next one; does nothing if that is nothing.
@@ -429,7 +431,7 @@ class StepRunner:
                 graph = run_passes(graph, [remat], dump_dir=dump_dir)
             return captured, graph
 
-        with _garbage_collection_paused():
+        with garbage_collection_paused():
             flush_others(None)
             plan, part = None, None
             if self.options.data_parallel is None:

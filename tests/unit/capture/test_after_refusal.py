@@ -280,17 +280,27 @@ def test_nothing_was_said(capsys: pytest.CaptureFixture[str], caplog: pytest.Log
 
 
 def test_an_error_of_the_users_own_while_capturing() -> None:
-    """The step itself raises: that is a refusal too."""
-    world = build()
+    """The step itself raises: as in eager, with what it has done before."""
 
-    def step(model: nn.Module, optimizer: Optimizer, features: Tensor, targets: Tensor) -> Tensor:
-        optimizer.zero_grad()
-        loss = F.mse_loss(model(features), targets)
-        loss.backward()
-        use_lists(world.state, loss)
-        random.random()
-        optimizer.step()
-        raise KeyError("the user's own")
+    def train(world: World) -> Callable[..., Tensor]:
+        def step(model: nn.Module, optimizer: Optimizer, features: Tensor, targets: Tensor) -> Tensor:
+            optimizer.zero_grad()
+            loss = F.mse_loss(model(features), targets)
+            loss.backward()
+            world.state.history.append(random.random())
+            optimizer.step()
+            raise KeyError("the user's own")
 
-    compiled = wholestep.compile(step)
-    assert_as_before(world, lambda: compiled(world.model, world.optimizer, X, Y))
+        return step
+
+    torch.manual_seed(0)
+    worlds = [build()]
+    torch.manual_seed(0)
+    worlds.append(build())
+    for world, function in zip(worlds, (train(worlds[0]), wholestep.compile(train(worlds[1]))), strict=True):
+        random.seed(3)
+        with pytest.raises(KeyError, match="the user's own"):
+            function(world.model, world.optimizer, X, Y)
+    assert worlds[0].state.history == worlds[1].state.history
+    ours, theirs = (list(world.model.parameters()) for world in worlds)
+    assert all(map(torch.equal, ours, theirs))

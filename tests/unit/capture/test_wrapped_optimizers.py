@@ -142,12 +142,28 @@ class Hiding:
         self._hidden[0][0][0][0][0][0][0].step()
 
 
-def test_an_optimizer_that_cannot_be_found_is_refused() -> None:
+def hidden_world() -> World:
     model = SmallNet()
     optimizer = AdamW(model.parameters(), lr=0.01)
-    before = [p.detach().clone() for p in model.parameters()]
-    with pytest.raises(wholestep.CaptureError, match="AdamW that could not be found") as caught:
-        wholestep.compile(mse_step)(model, Hiding(optimizer), X, Y)  # pyright: ignore[reportArgumentType]
-    assert "Pass the optimizer itself" in str(caught.value)
-    assert not optimizer.state
-    assert all(torch.equal(p, old) for p, old in zip(model.parameters(), before, strict=True))
+    return World(model=model, optimizer=optimizer, hiding=Hiding(optimizer))
+
+
+def test_an_optimizer_that_is_hidden_is_found_when_it_steps() -> None:
+    twins = Twins(hidden_world, mse_step, call=lambda world, step, *args: step(world.model, world.hiding, *args))
+    twins.steps(3, X, Y)
+    assert twins.num_captures == 1, twins.reasons
+
+    def hide_another(world: World) -> None:
+        world.optimizer = AdamW(world.model.parameters(), lr=0.05)
+        world.hiding._hidden[0][0][0][0][0][0][0] = world.optimizer
+
+    twins.change(hide_another)
+    twins.steps(2, X, Y)
+
+
+def test_an_optimizer_that_the_step_makes_is_refused() -> None:
+    def step(model: nn.Module, features: torch.Tensor, targets: torch.Tensor) -> None:
+        mse_step(model, AdamW(model.parameters()), features, targets)
+
+    with pytest.raises(wholestep.CaptureError, match=r"AdamW that it has made itself, .* \(model, features, targets\)"):
+        wholestep.compile(step)(SmallNet(), X, Y)

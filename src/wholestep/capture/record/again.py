@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from torch import nn
+from torch.optim import Optimizer
 
 from wholestep.errors import CaptureError
 
@@ -22,11 +23,11 @@ class Raises(CaptureError):
 
 
 class Missed(BaseException):
-    """The step calls a model that nobody has found before: it is traced again with that one among its inputs."""
+    """The step uses a model or optimizer that nobody has found: it is traced again with that one among its inputs."""
 
-    def __init__(self, module: nn.Module) -> None:
-        super().__init__(type(module).__name__)
-        self.module = module
+    def __init__(self, owner: nn.Module | Optimizer) -> None:
+        super().__init__(type(owner).__name__)
+        self.owner = owner
 
 
 class DrawsWhole(BaseException):

@@ -242,7 +242,7 @@ def _class(recorder: Recorder, cls: type, args: tuple[Any, ...], kwargs: dict[st
         recorder.follow_all(getattr(cls, name, None))
     recorder.follow_operators(cls)
     if not any(isinstance(vars(base).get("__init__"), types.FunctionType) for base in cls.__mro__):
-        _give(recorder, args, kwargs)
+        _give(recorder, args, kwargs, is_kept=cls is functools.partial)
     return cls
 
 

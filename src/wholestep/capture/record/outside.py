@@ -25,7 +25,7 @@ import numpy as np
 import torch
 
 from wholestep import _recording_torch
-from wholestep.capture import source
+from wholestep.capture import remedies, source
 from wholestep.capture.record import drawing, numbers
 from wholestep.capture.record.follow import is_followed_file
 from wholestep.capture.record.places import ABSENT, CONTAINERS, Step, is_plain, slot_names, take
@@ -239,7 +239,7 @@ def _keep_output(recorder: Recorder, function: Any, *args: Any, **kwargs: Any) -
             raise CaptureError(
                 "printing a tensor needs a value that is only known when the step runs",
                 location=source.current_location(),
-                advice=source.VALUE_ADVICE,
+                advice=remedies.for_values(),
             )
     recorder.outputs.append(Output(function, args, kwargs, _as_it_is((args, kwargs))))
 

@@ -135,10 +135,11 @@ def read_arrays(recorder: Recorder, given: Any) -> None:
 
 def keep(recorder: Recorder, owner: Any) -> None:
     """Keep what an owner and all it holds were."""
-    pending = [owner]
+    pending, seen = [owner], set[int]()
     while pending:
         part = pending.pop()
-        if recorder.place_of(part) is not None and id(part) not in recorder.kept:
+        if id(part) not in seen and recorder.place_of(part) is not None and id(part) not in recorder.kept:
+            seen.add(id(part))  # objects may lead back to each other
             pending += _kept_with(recorder, part)
 
 

@@ -9,7 +9,7 @@ from torch import nn
 
 from wholestep import _recording_torch, _waiting_torch
 from wholestep._recording_torch import RANDOM_STATE
-from wholestep.capture import Capture, discover, tree
+from wholestep.capture import Capture, source, tree
 from wholestep.capture.record import Difference, ReadGuard, Watch
 from wholestep.errors import PipelineError
 from wholestep.runtime.guards import make_forward_guards
@@ -73,7 +73,7 @@ def refuse_hooks(model: nn.Module) -> None:
     """Gradients of micro-batches are added up out of sight: nobody could be shown the sum after each of them."""
     for name, parameter in model.named_parameters():
         for hook in _recording_torch.accumulated_hooks(parameter):
-            where = discover.location_of(hook)
+            where = source.location_of(hook)
             raise PipelineError(
                 f"{'' if where is None else f'{where}: '}parameter '{name}' has a hook that is called after each "
                 "micro-batch's gradient was added, which a pipeline cannot do; use register_hook, or change gradients "
