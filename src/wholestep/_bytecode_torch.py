@@ -76,6 +76,7 @@ def _assembled(instructions: list[Instruction], options: dict[str, Any]) -> Code
         update_offsets(instructions)
         devirtualize_jumps(instructions)
         is_settled = not fix_extended_args(instructions)
+    update_offsets(instructions)  # prefixes are made anew each time: a `try` block may begin with one
     remove_extra_line_nums(instructions)
     options["co_code"], options["co_linetable"] = assemble(instructions, options["co_firstlineno"])
     options["co_exceptiontable"] = assemble_exception_table(compute_exception_table(instructions))

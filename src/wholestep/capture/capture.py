@@ -65,6 +65,7 @@ from wholestep.capture.record import (
     participants,
 )
 from wholestep.capture.record.calls import choose
+from wholestep.capture.record.numbers import is_real
 from wholestep.capture.record.places import ARGUMENTS, Rooted, Step
 from wholestep.capture.session import Session
 from wholestep.capture.sizes import Sizes
@@ -540,10 +541,10 @@ def _lent_optimizer(call: _Call, name: str, optimizer: Optimizer) -> contextlib.
         if isinstance(value, torch.Tensor):
             return _lift(call, value, slot, binding.LearningRate(optimizer, group))
         path = (Rooted(optimizer), (Step.ATTRIBUTE, "param_groups"), (Step.ITEM, group), (Step.ITEM, "lr"))
-        if type(value) not in (int, float) or path in call.fixed:
+        if not is_real(value) or path in call.fixed:
             call.rates.append(value)
             return value
-        if call.asks_before or type(value) is int:
+        if call.asks_before or type(value) is not float:  # of NumPy's schedules, too
             call.rates.append(call.recorder.ledger.steady_leaf(value, path))
             return call.rates[-1]
         symbol = _lift(call, value, slot, binding.LearningRate(optimizer, group))

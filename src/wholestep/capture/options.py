@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 from wholestep.capture import discover
 from wholestep.capture.discover import Reachable
 from wholestep.capture.record import AsksBefore, participants
-from wholestep.capture.record.numbers import is_number
+from wholestep.capture.record.numbers import is_number, is_real
 from wholestep.capture.session import Lifted
 from wholestep.errors import CaptureError
 
@@ -47,7 +47,7 @@ def refuse_changes(
         new = [rate for group in optimizer.param_groups if id(rate := group.get("lr")) not in twins and "lr" in group]
         if new and not asks_before:
             raise AsksBefore
-        if not all(is_number(rate) or type(rate) in (int, float) for rate in new):
+        if not all(is_number(rate) or is_real(rate) for rate in new):
             raise CaptureError(
                 f"the step gives {name} ({type(optimizer).__name__}) a learning rate that is no plain number",
                 advice="Set it outside of the step, or write to the tensor that is there: group['lr'].fill_(value)",

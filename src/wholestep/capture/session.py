@@ -319,6 +319,8 @@ class Session:
         if id(optimizer) not in self.optimizers:
             if members and not any(map(_torch.is_traced, members)):
                 raise Missed(optimizer)
+            if self._are_own(members):
+                return
             raise CaptureError(
                 f"the step updates with a {type(optimizer).__name__} that it has made itself, or that could not be "
                 f"found in {self.looked_in}",
@@ -336,6 +338,11 @@ class Session:
                 advice="Build the optimizer from the parameters of the model that the step trains",
             )
         self.touched |= {(id(optimizer), key) for key in updated}
+
+    def _are_own(self, tensors: Sequence[torch.Tensor]) -> bool:
+        """Whether some tensors are none of the inputs: an optimizer of such ones is arithmetic like any other."""
+        twins = {id(lifted.twin) for lifted in self.lifted.values()}
+        return all(_torch.is_traced(tensor) and id(tensor) not in twins for tensor in tensors)
 
     @contextlib.contextmanager
     def in_phase(self, phase: Phase) -> Generator[None]:

@@ -20,6 +20,7 @@ from wholestep.capture import Capture
 from wholestep.capture.binding import Argument, DrawnTensor, GradOfArgument, LearningRate, NumberOf, StateOf
 from wholestep.capture.overlap import Span, first_overlap, span
 from wholestep.capture.record import Contents, Difference, Recording, Watch
+from wholestep.capture.record.numbers import is_real
 from wholestep.capture.record.places import Rooted, Step, find, is_plain, same
 from wholestep.graph import SlotKind
 from wholestep.runtime.held import behind, own_dict, plain_class
@@ -247,7 +248,7 @@ def _option_difference(
             continue
         for step, before, after in _paired(old, new):
             place = (*path, (Step.ITEM, key), *step)
-            are_numbers = type(before) is type(after) and type(before) in (int, float)
+            are_numbers = type(before) is type(after) and is_real(before)
             if _is_same_option(before, after) or (place in symbolic and are_numbers):
                 continue
             reasons.append(f"'{key}' of {owner} changed from {old!r} to {new!r}")

@@ -1,10 +1,12 @@
 """Learning rates that the step sets itself: schedules by hand, schedulers stepped inside."""
 
+import bisect
 from collections.abc import Callable
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from tests.twins import SmallNet, Twins, World, mse_step, pair
@@ -64,8 +66,35 @@ def test_a_scheduler_stepped_inside(optimizer: str, scheduler: str) -> None:
         world.scheduler.step()
         return {"loss": loss.item(), "lr": world.scheduler.get_last_lr()[0]}
 
-    # Those that look the epoch up among milestones take each of its values for another step.
-    trained(step, optimizer, SCHEDULERS[scheduler], most=8 if scheduler in ("multi step", "sequential") else 7)
+    # One that looks the epoch up in a dict of milestones takes each of its values for another step.
+    trained(step, optimizer, SCHEDULERS[scheduler], most=8 if scheduler == "multi step" else 7)
+
+
+def test_milestones_are_compared() -> None:
+    """`bisect` asks for nothing but comparisons: a graph for each side of a milestone, not for each epoch."""
+
+    def step(world: World, x: Any, y: Any) -> Any:
+        world.n += 1
+        world.optimizer.param_groups[0]["lr"] = [0.1, 0.05, 0.01][bisect.bisect_right(world.milestones, world.n)]
+        return mse_step(world.model, world.optimizer, x, y)
+
+    twins = trained(step, "sgd", most=5, milestones=[3, 6])
+    twins.steps(8, X, Y)
+    assert twins.num_captures <= 5, twins.reasons
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "adam fused"])
+def test_a_schedule_of_numpy(optimizer: str) -> None:
+    """`np.linspace` holds float64s, which are no floats of Python: they stay what they are in the group."""
+
+    def step(world: World, x: Any, y: Any) -> Any:
+        for group in world.optimizer.param_groups:
+            group["lr"] = world.rates[world.n]
+            group["weight_decay"] = world.decays[world.n]
+        world.n += 1
+        return mse_step(world.model, world.optimizer, x, y), world.optimizer.param_groups[0]["lr"]
+
+    trained(step, optimizer, most=4, rates=np.linspace(0.01, 0.02, 9), decays=np.linspace(0.1, 0.2, 9))
 
 
 @pytest.mark.sample(2)
@@ -140,3 +169,15 @@ def test_a_rate_in_a_tensor_is_written_in_place() -> None:
         trained(step, "tensor", most=2)
     finally:
         del OPTIMIZERS["tensor"]
+
+
+def test_groups_that_are_counted() -> None:
+    """`enumerate(groups)` looks at the groups, and not at what is in them."""
+
+    def step(world: World, x: Any, y: Any) -> Any:
+        for index, group in enumerate(world.optimizer.param_groups):
+            group["weight_decay"] = 0.1 / (1 + world.n) if index == 0 else 0.0
+        world.n += 1
+        return mse_step(world.model, world.optimizer, x, y)
+
+    trained(step, "adamw", most=3)

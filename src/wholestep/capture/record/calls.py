@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import abc
 import builtins
+import collections
 import functools
 import operator
 import types
@@ -37,6 +38,7 @@ from wholestep.capture.record import (
     number_calls,
     numbers,
     outside,
+    simple_calls,
     standins,
     tensors,
     texts,
@@ -339,6 +341,9 @@ def _with_numbers(recorder: Recorder, function: Any, args: tuple[Any, ...], kwar
     """A call with a changing number among its arguments: computed again, exchanged by torch's own kind, or settled."""
     if function in number_calls.ON_NUMBERS and all(map(numbers.are_numbers, (*args, *kwargs.values()))):
         return functools.partial(number_calls.compute, function)
+    if _is_hashable(function) and function in number_calls.COMPARING:
+        _give(recorder, args, kwargs)
+        return number_calls.COMPARING[function]
     if function in (min, max, sum, isinstance, print, getattr, setattr, str, repr, format, type):
         return (
             _class(recorder, function, args, kwargs)
@@ -440,27 +445,20 @@ def _pick(symbolic: Callable[[Any, Any], Any]) -> Handler:
     return handler
 
 
-def _vars(recorder: Recorder, function: Any, args: tuple[Any, ...], _kwargs: dict[str, Any]) -> Any:
-    if args and isinstance(args[0], torch.Tensor):
-        recorder.read_attribute(args[0], "__dict__")
-    if args and recorder.place_of(args[0]) is not None:
-        recorder.namespace_of(args[0])
-    return function
-
-
-def _dir(recorder: Recorder, function: Any, args: tuple[Any, ...], _kwargs: dict[str, Any]) -> Any:
-    if args:
-        classes.read_names(recorder, args[0])
-    return function
-
-
-def _globals(recorder: Recorder, function: Any, _args: tuple[Any, ...], _kwargs: dict[str, Any]) -> Any:
-    recorder.root_globals()
-    return function
-
-
 def _next(recorder: Recorder, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     recorder.read_through(args[0])
+    return function
+
+
+_PLAIN_CONTAINERS = (list, tuple, dict, set, frozenset, collections.deque, collections.OrderedDict)
+
+
+def _walk(recorder: Recorder, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """`enumerate(owner)`, `zip(a, b)`: goes through containers, and does not look into what they hold."""
+    walked = [arg for arg in args if type(arg) in _PLAIN_CONTAINERS]
+    for owner in walked:
+        recorder.read_through(owner)
+    _give(recorder, tuple(arg for arg in args if type(arg) not in _PLAIN_CONTAINERS), kwargs)
     return function
 
 
@@ -493,16 +491,6 @@ def _for_real(recorder: Recorder, function: Any, args: tuple[Any, ...], kwargs: 
     return call
 
 
-def _copied(recorder: Recorder, method: Any, args: tuple[Any, ...], _kwargs: dict[str, Any]) -> Any:
-    """`copy.deepcopy` of a tensor, which copies memory that is not there while the step is traced."""
-    if _torch.is_traced(args[0] if isinstance(method, types.FunctionType) else method.__self__):
-        recorder.refuse(
-            "copies a tensor with copy.deepcopy()",
-            "Use clone(), as in {name: value.clone() for name, value in model.state_dict().items()}",
-        )
-    return method
-
-
 def _type(recorder: Recorder, function: Any, args: tuple[Any, ...], _kwargs: dict[str, Any]) -> Any:
     return functools.partial(standins.type_of, recorder) if len(args) == 1 else function
 
@@ -526,15 +514,6 @@ def _is_subclass(recorder: Recorder, function: Any, args: tuple[Any, ...], _kwar
 
 def _quiet(_recorder: Recorder, function: Any, _args: tuple[Any, ...], _kwargs: dict[str, Any]) -> Any:
     return function
-
-
-def _train(recorder: Recorder, method: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """`model.train()` and `model.eval()`, which set an attribute of every layer."""
-    root = getattr(method, "__self__", None) or args[0]
-    for module in root.modules():
-        recorder.wrote(recorder.namespace_of(module), "training")
-        recorder.follow_all(type(module).train)
-    return method
 
 
 _ATTRIBUTE_METHODS: dict[str, Callable[..., None]] = {
@@ -566,19 +545,20 @@ BUILTINS: dict[Any, Handler] = {
     len: _len,
     min: _pick(torch.sym_min),
     max: _pick(torch.sym_max),
-    vars: _vars,
-    dir: _dir,
-    globals: _globals,
+    vars: simple_calls.vars_,
+    dir: simple_calls.dir_,
+    globals: simple_calls.globals_,
     next: _next,
+    **dict.fromkeys((enumerate, zip, reversed, iter, list, tuple), _walk),
     operator.is_: _is,
     operator.is_not: _is,
     id: _identity_of,
     hash: _identity_of,
     **dict.fromkeys((torch.from_numpy, torch.as_tensor, torch.asarray, torch.frombuffer), _for_real),
-    torch.Tensor.__deepcopy__: _copied,
-    nn.Parameter.__deepcopy__: _copied,
-    nn.Module.train: _train,
-    nn.Module.eval: _train,
+    torch.Tensor.__deepcopy__: simple_calls.copied,
+    nn.Parameter.__deepcopy__: simple_calls.copied,
+    nn.Module.train: simple_calls.train,
+    nn.Module.eval: simple_calls.train,
     isinstance: _isinstance,
     issubclass: _is_subclass,
     callable: _quiet,

@@ -21,6 +21,9 @@ from typing import Any
 from wholestep import _bytecode_torch as bytecode
 from wholestep._bytecode_torch import Instruction, create_instruction
 
+REMAINDER = (6, 19)
+"""How bytecode numbers `%` and `%=`."""
+
 # Hook and how many values on top of the stack it is told, for instructions without a name.
 _OPERANDS: dict[str, tuple[str, int]] = {
     "BINARY_SLICE": ("slice", 3),
@@ -248,12 +251,11 @@ class _Editor:
         if name == "FORMAT_VALUE":
             return self._format(instruction)
         if name == "BINARY_SUBSCR":
-            chosen = bytecode.observe(self._hooks["item"], [2, 1])
-            exchange = [create_instruction("SWAP", arg=3), create_instruction("POP_TOP")]
-            return [*chosen, *exchange, bytecode.kept(instruction)]
+            return [*self._exchange_left("item"), bytecode.kept(instruction)]
         if name == "BINARY_OP":
             operator = create_instruction("LOAD_CONST", argval=instruction.arg or 0)
-            return [*self._insert("binary", 2, operator), bytecode.kept(instruction)]
+            exchanged = self._exchange_left("remainder") if instruction.arg in REMAINDER else []
+            return [*self._insert("binary", 2, operator), *exchanged, bytecode.kept(instruction)]
         if name == "MATCH_CLASS":
             count = create_instruction("LOAD_CONST", argval=instruction.arg or 0)
             return [*self._insert("match_class", 3, count), bytecode.kept(instruction)]
@@ -268,6 +270,11 @@ class _Editor:
     def _insert(self, hook: str, count: int, *extra: Instruction) -> list[Instruction]:
         # Deepest first: depths are counted from the top of the stack.
         return bytecode.inserted(self._hooks[hook], range(count, 0, -1), extra)
+
+    def _exchange_left(self, hook: str) -> list[Instruction]:
+        """Exchange the left one of two operands for what a hook says."""
+        exchange = [create_instruction("SWAP", arg=3), create_instruction("POP_TOP")]
+        return [*bytecode.observe(self._hooks[hook], [2, 1]), *exchange]
 
     def _format(self, instruction: Instruction) -> list[Instruction]:
         """Of `{value!s:>12}` two instructions: the hook is told what is formatted, which is text then."""

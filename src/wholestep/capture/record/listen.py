@@ -19,7 +19,7 @@ import numpy as np
 import torch
 
 from wholestep import _recording_torch
-from wholestep.capture.record import classes, drawing, net, reads, standins, tensors, texts, whole
+from wholestep.capture.record import classes, drawing, net, percent, reads, standins, tensors, texts, whole
 from wholestep.capture.record.again import AsksBefore
 from wholestep.capture.record.calls import choose
 from wholestep.capture.record.follow import Followers
@@ -347,5 +347,11 @@ def _chosen(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], unpack
         recorder.is_deaf = False
 
 
-_HOOKS.update(call=_call, call_with=_call_with, item=_item)
+def _remainder(left: Any, right: Any) -> Any:
+    """Before `left % right`: what to format with, if that is text and numbers among the values are known only later."""
+    recorder = _hearing() if type(left) is str else None
+    return left if recorder is None else percent.formatting(recorder, left, right)
+
+
+_HOOKS.update(call=_call, call_with=_call_with, item=_item, remainder=_remainder)
 Followers.instrumenter = Instrumenter(_HOOKS)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import bisect
 import collections
 import copy
 import math
 import operator
 import sys
 import types
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -28,6 +30,33 @@ _HOLDING = frozenset(["builtins", "itertools", "functools", "_functools", "opera
 OF_NUMBERS = frozenset([*(f for f in vars(math).values() if isinstance(f, types.BuiltinFunctionType)), float, int])
 """What gives a number for a tensor as well: it asks for its value."""
 ON_NUMBERS = OF_NUMBERS | {abs, round, pow}
+
+
+def _bisect_right(a: Any, x: Any, lo: int = 0, hi: int | None = None, *, key: Any = None) -> int:
+    """What C does, but each comparison is one of a `Number`."""
+    hi = len(a) if hi is None else hi
+    while lo < hi:
+        middle = (lo + hi) // 2
+        if x < (a[middle] if key is None else key(a[middle])):
+            hi = middle
+        else:
+            lo = middle + 1
+    return lo
+
+
+def _bisect_left(a: Any, x: Any, lo: int = 0, hi: int | None = None, *, key: Any = None) -> int:
+    hi = len(a) if hi is None else hi
+    while lo < hi:
+        middle = (lo + hi) // 2
+        if (a[middle] if key is None else key(a[middle])) < x:
+            lo = middle + 1
+        else:
+            hi = middle
+    return lo
+
+
+COMPARING: dict[Any, Callable[..., int]] = {bisect.bisect_left: _bisect_left, bisect.bisect_right: _bisect_right}
+"""C functions that only compare, in Python: each outcome is taken for granted, and not the very number."""
 
 
 def is_torchs(function: Any) -> bool:

@@ -11,12 +11,12 @@ missing then. Whoever takes it apart, compares it or asks for its length would s
 from __future__ import annotations
 
 import collections
-import itertools
 import re
 import string
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
+from wholestep.capture.record.instrument import REMAINDER
 from wholestep.capture.record.numbers import Number, is_late
 from wholestep.capture.record.places import is_plain
 
@@ -28,11 +28,8 @@ _START, _END = "\U0010fad0", "\U0010fad1"
 _MARK = re.compile(f"{_START}([A-Za-z_0-9]+){_END}")
 # What C code makes of marks that it takes for text like any other: their letters, or another spelling of them.
 _SPELLED = (_START, _END, *(ascii(mark)[1:-1] for mark in (_START, _END)), "\\udbfe\\uded0", "\\udbfe\\uded1")
-_FIELD = re.compile(r"%(?:\(.*?\))?[#0 +-]*(\*|\d+)?(\.(?:\*|\d*))?[hlL]?(.)")
 _ADD = (0, 13)
 """How bytecode numbers `+` and `+=`."""
-_REMAINDER = (6, 19)
-"""The same for `%`."""
 _OF_THE_OUTSIDE = frozenset(["iterate", "item", "slice", "set_item", "set_slice", "delete_item"])
 """Hooks of those that look at a container, and not at what it holds."""
 _PUTTING = frozenset(["append", "appendleft", "insert", "extend", "extendleft"])
@@ -65,9 +62,9 @@ def refuse_in_instruction(recorder: Recorder, hook: str, operands: tuple[Any, ..
     if hook == "set_item":  # a value may be put anywhere, a key is looked up
         operands = operands[1:]
     is_sum = hook == "binary" and operands[-1] in _ADD
+    if hook == "binary" and operands[-1] in REMAINDER and type(operands[0]) is str and not is_marked(operands[0]):
+        return  # see `percent`
     is_left_whole = hook == "formatted" and is_marked(operands[0]) and not any(operands[1:])
-    if hook == "binary" and operands[-1] in _REMAINDER and type(operands[0]) is str:
-        refuse_padding_by_percent(recorder, *operands[:2])
     if hook not in _HARMLESS and not is_sum and not is_left_whole:
         _refuse(recorder, operands, is_deep=hook not in _OF_THE_OUTSIDE)
 
@@ -107,20 +104,15 @@ def refuse_padding_by_format(recorder: Recorder, function: Any, args: tuple[Any,
         fields = string.Formatter().parse(text)
         if any(spec and conversion for _, _, spec, conversion in fields):
             given = args[0].values() if function.__name__ == "format_map" else (*args, *kwargs.values())
-            _refuse_made_of(recorder, given)
+            refuse_made_of(recorder, given)
 
 
-def refuse_padding_by_percent(recorder: Recorder, text: str, values: Any) -> None:
-    """Refuse `"%12s" % loss`, likewise."""
-    fields = [(width, cut, kind) for width, cut, kind in _FIELD.findall(text) if kind != "%"]
-    is_padded = [bool(width or cut) and kind in "sra" for width, cut, kind in fields]
-    given = values.values() if isinstance(values, Mapping) else values if isinstance(values, tuple) else (values,)
-    if any(is_padded):
-        is_in_order = len(given) == len(fields) and not isinstance(values, Mapping)
-        _refuse_made_of(recorder, itertools.compress(given, is_padded) if is_in_order else given)
+def refuse_marked(recorder: Recorder, values: Iterable[Any]) -> None:
+    """Refuse to go on with values if one of them is such text, or holds some."""
+    _refuse(recorder, values, is_deep=True)
 
 
-def _refuse_made_of(recorder: Recorder, values: Iterable[Any]) -> None:
+def refuse_made_of(recorder: Recorder, values: Iterable[Any]) -> None:
     """Refuse text of values, if that may be text of a number; of other objects nobody knows what text they have."""
     if any(is_late(value) if type(value) is Number else not is_plain(value) for value in values):
         _refuse_to_look(recorder)

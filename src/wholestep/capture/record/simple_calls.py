@@ -1,0 +1,52 @@
+"""Builtins and methods of torch that read or write in one known way."""
+
+from __future__ import annotations
+
+import types
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from wholestep import _torch
+from wholestep.capture.record import classes
+
+if TYPE_CHECKING:
+    from wholestep.capture.record.recorder import Recorder
+
+
+def vars_(recorder: Recorder, function: Any, args: tuple[Any, ...], _kwargs: dict[str, Any]) -> Any:
+    if args and isinstance(args[0], torch.Tensor):
+        recorder.read_attribute(args[0], "__dict__")
+    if args and recorder.place_of(args[0]) is not None:
+        recorder.namespace_of(args[0])
+    return function
+
+
+def dir_(recorder: Recorder, function: Any, args: tuple[Any, ...], _kwargs: dict[str, Any]) -> Any:
+    if args:
+        classes.read_names(recorder, args[0])
+    return function
+
+
+def globals_(recorder: Recorder, function: Any, _args: tuple[Any, ...], _kwargs: dict[str, Any]) -> Any:
+    recorder.root_globals()
+    return function
+
+
+def copied(recorder: Recorder, method: Any, args: tuple[Any, ...], _kwargs: dict[str, Any]) -> Any:
+    """`copy.deepcopy` of a tensor, which copies memory that is not there while the step is traced."""
+    if _torch.is_traced(args[0] if isinstance(method, types.FunctionType) else method.__self__):
+        recorder.refuse(
+            "copies a tensor with copy.deepcopy()",
+            "Use clone(), as in {name: value.clone() for name, value in model.state_dict().items()}",
+        )
+    return method
+
+
+def train(recorder: Recorder, method: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """`model.train()` and `model.eval()`, which set an attribute of every layer."""
+    root = getattr(method, "__self__", None) or args[0]
+    for module in root.modules():
+        recorder.wrote(recorder.namespace_of(module), "training")
+        recorder.follow_all(type(module).train)
+    return method
