@@ -20,6 +20,7 @@ from unittest import mock
 import sympy
 import torch
 from torch._dynamo.source import ConstantSource
+from torch._subclasses import fake_impls
 from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.fx.experimental import proxy_tensor
 from torch.fx.experimental.sym_node import SymNode
@@ -333,3 +334,33 @@ def gives_tensors(target: Any) -> bool:
     is_composite = torch._C._dispatch_has_kernel_for_dispatch_key(target.name(), "CompositeImplicitAutograd")
     kinds = {str(returned.type) for returned in target._schema.returns}
     return not is_composite and bool(kinds) and kinds <= {"Tensor", "Tensor[]"}
+
+
+_OPS = torch.library.Library("wholestep", "FRAGMENT")
+_OPS.define("ctc_states(Tensor target_lengths) -> Tensor", tags=(torch.Tag.dynamic_output_shape,))
+_OPS.impl(
+    "ctc_states",
+    lambda lengths: torch.empty(2 * int(lengths.max()) + 1 if lengths.numel() else 1),
+    "CompositeExplicitAutograd",
+)
+torch.library.register_fake(
+    "wholestep::ctc_states", lambda lengths: torch.empty(torch.library.get_ctx().new_dynamic_size()), lib=_OPS
+)
+
+
+# Torch has no fake kernels of these: as many states as the longest of the targets has, a blank around each label.
+@fake_impls.register_op_impl([torch.ops.aten._ctc_loss.Tensor, torch.ops.aten._ctc_loss.default])
+def _ctc_loss(
+    mode: Any, _func: Any, log_probs: Any, _targets: Any, _inputs: Any, lengths: Any, *_: Any, **__: Any
+) -> Any:
+    with mode:
+        is_tensor = isinstance(lengths, torch.Tensor)
+        states = torch.ops.wholestep.ctc_states(lengths).shape[0] if is_tensor else 2 * max(lengths, default=0) + 1
+        num_steps, num_examples, _ = log_probs.shape
+        return log_probs.new_empty(num_examples), log_probs.new_empty(num_examples, num_steps, states)
+
+
+@fake_impls.register_op_impl([torch.ops.aten._ctc_loss_backward.Tensor, torch.ops.aten._ctc_loss_backward.default])
+def _ctc_loss_backward(mode: Any, _func: Any, _grad: Any, log_probs: Any, *_: Any, **__: Any) -> Any:
+    with mode:
+        return torch.empty_like(log_probs, memory_format=torch.contiguous_format)

@@ -294,6 +294,11 @@ def call_with_symbolic_sizes(function: Callable[..., Any], args: tuple[Any, ...]
         return function(*args, **kwargs)
 
 
+def with_symbolic_sizes(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The same as a function to be called later."""
+    return lambda *args, **kwargs: call_with_symbolic_sizes(function, args, kwargs)
+
+
 @contextlib.contextmanager
 def _batch_size_choices(enabled: bool) -> Generator[None]:
     """Switch convolution backends that are chosen by batch size (torch.backends.mkldnn.flags warns on CPU builds)."""

@@ -124,6 +124,8 @@ class Interposer(TorchFunctionMode):
             return _DIFFERENCES[func](*args, **{**kwargs, "alpha": -kwargs["alpha"]})
         if func in (torch.tensor, torch.as_tensor) and args and _has_symbols(args[0]):
             return _tensor_of_symbols(*args, **kwargs)
+        if func is F.ctc_loss:
+            return _ctc_loss(*args, **kwargs)
         if func == _DATA_SET:  # each look-up makes a new wrapper object
             return _assign_data(self.session, *args)
         if self.session.has_symbolic_sizes and func in _NO_SYMBOLIC_KERNEL:
@@ -181,6 +183,23 @@ def _tensor_of_symbols(
     made = [torch.scalar_tensor(value, dtype=dtype, device=device) for value in row]
     result = made[0] if row is not data else torch.stack(made)
     return result.requires_grad_() if requires_grad else result
+
+
+def _ctc_loss(
+    log_probs: torch.Tensor,
+    targets: torch.Tensor,
+    input_lengths: Any,
+    target_lengths: Any,
+    blank: int = 0,
+    reduction: str = "mean",
+    zero_infinity: bool = False,
+) -> torch.Tensor:
+    """`F.ctc_loss`, which puts lengths that are plain numbers into memory: nothing has any while it is traced."""
+    if reduction != "mean" or isinstance(target_lengths, torch.Tensor):
+        return F.ctc_loss(log_probs, targets, input_lengths, target_lengths, blank, reduction, zero_infinity)
+    losses = F.ctc_loss(log_probs, targets, input_lengths, target_lengths, blank, "none", zero_infinity)
+    lengths = torch.tensor(target_lengths, dtype=losses.dtype, device=losses.device)
+    return (losses / lengths.clamp_min(1)).mean()
 
 
 def _tolist(session: Session) -> Callable[[torch.Tensor], Any]:

@@ -64,9 +64,12 @@ class TrueLayouts(_torch.FakeTensorMode):
         )
 
     def _dispatched(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
+        dispatch = super().dispatch
+        if self.sizes is not None:  # what is made of other operators in C++ would ask for plain numbers
+            dispatch = _torch.with_symbolic_sizes(dispatch)
         try:
             with _UNLOGGED:
-                result = super().dispatch(func, types, args, kwargs)
+                result = dispatch(func, types, args, kwargs)
         except (RuntimeError, ZeroDivisionError) as error:  # the latter for a mean of nothing
             if self.sizes is not None and self.sizes.is_quiet:
                 raise
