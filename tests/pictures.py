@@ -79,15 +79,25 @@ def differences(expected: Picture, actual: Picture, names: tuple[str, str] = ("e
     for place in [*expected, *(place for place in actual if place not in expected)]:
         left, right = expected.get(place, "nothing"), actual.get(place, "nothing")
         if isinstance(left, Tensor) and isinstance(right, Tensor):
-            if left.device != right.device:
-                lines.append(f"{place}: on {left.device} in {names[0]}, on {right.device} in {names[1]}")
+            if _kind(left) != _kind(right):
+                lines.append(f"{place}: {_kind(left)} in {names[0]}, {_kind(right)} in {names[1]}")
                 continue
-            if left.dtype == right.dtype and torch.equal(left, right):
-                continue
-            lines += tensor_differences({place: left}, {place: right})
+            left, right = _comparable(left), _comparable(right)
+            if not torch.equal(left, right):
+                lines += tensor_differences({place: left}, {place: right})
         elif isinstance(left, Tensor) or isinstance(right, Tensor) or left != right:
             lines.append(f"{place}: {_shown(left)} in {names[0]}, {_shown(right)} in {names[1]}")
     return lines
+
+
+def _kind(tensor: Tensor) -> tuple[Any, ...]:
+    return tensor.layout, tensor.dtype, tensor.device, tuple(tensor.shape)
+
+
+def _comparable(tensor: Tensor) -> Tensor:
+    """The same values as torch can compare them."""
+    dense = tensor if tensor.layout is torch.strided else tensor.to_dense()
+    return torch.view_as_real(dense.resolve_conj()) if dense.dtype is torch.complex32 else dense
 
 
 def _shown(value: Tensor | str) -> str:

@@ -11,6 +11,7 @@ import functools
 import gc
 import os
 import sys
+import threading
 import weakref
 from collections.abc import Callable, Generator, Iterable
 from types import CodeType, FunctionType, GetSetDescriptorType
@@ -21,6 +22,7 @@ import torch
 from torch import _tensor_str
 from torch._C._dynamo import eval_frame as _eval_frame
 from torch._C._dynamo import guards as _guards
+from torch._dynamo import eval_frame as _compiling
 from torch._dynamo.guards import GuardManagerType
 from torch._dynamo.types import ConvertFrameReturn, FrameAction, FrameExecStrategy
 from torch.fx.experimental.proxy_tensor import _MakefxTracer
@@ -164,13 +166,33 @@ def when_functions_start(may_matter: Callable[[Any], bool], tell: Callable[[Any]
 
     before = _eval_frame.set_eval_frame(cast(Any, start))
     try:
-        yield
+        with _inlined(start):
+            yield
     finally:
         _eval_frame.set_eval_frame(before)
         listening.clear()
         for code in left_alone:
             _eval_frame.set_code_exec_strategy(code, _AS_EVER)
         _left_alone.update(left_alone[num_known:])
+
+
+@contextlib.contextmanager
+def _inlined(start: Any) -> Generator[None]:
+    """Have functions under `torch.compile` run as they are in this thread, told of to `start` as all others."""
+    thread, of_torch = threading.get_ident(), _compiling._callback_from_stance
+
+    def callback(compiling: Any) -> Any:
+        if threading.get_ident() != thread or compiling is None:  # None: kept from `torch.compile`
+            return of_torch(compiling)
+        _count_compiled(-1)  # with `fullgraph=True` torch counts what it compiles, and raises if that is nothing
+        return start
+
+    with mock.patch.object(_compiling, "_callback_from_stance", callback):
+        yield
+
+
+# Seen from torch 2.13 on; a negative number means not to count.
+_count_compiled: Callable[[int], int] = getattr(_eval_frame, "set_fullgraph_compiled_frame_count", lambda _: -1)
 
 
 # Code that was found to be of no matter before: to be told of it costs more than to leave it alone from the start.

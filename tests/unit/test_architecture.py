@@ -33,6 +33,7 @@ _PRIVATE = (
     "_fake_torch",
     "_inductor_torch",
     "_loading_torch",
+    "_memory_torch",
     "_ranks_torch",
     "_sizes_torch",
 )

@@ -1,18 +1,20 @@
 """Which looks at values are checks: the step goes on as ever, unless something is wrong, or a draw says otherwise.
 
 A step must not depend on values that it computes, as a graph has one course. But torch itself looks at values to check
-them (`validate_args`, `error_if_nonfinite`, a gradient scaler), and so do users. Four kinds of looks are let pass:
+them (`validate_args`, `error_if_nonfinite`, a gradient scaler), and so do users. Five kinds of looks are let pass:
 
     asked in code of torch
     about finiteness               `isfinite(loss)`, `math.isnan(loss.item())`
     with nothing but an error      `if loss > 1e4: raise ...`, `assert loss < 1e4`: read off the bytecode
     at what is drawn alone         `torch.rand([]) < 0.1` (LayerDrop)
+    at the scale of a scaler       `scaler.get_scale() < scale_before`: whether the update was skipped
 """
 
 from __future__ import annotations
 
 import dis
 import math
+import operator
 import os
 from collections.abc import Collection, Iterable
 from types import FrameType
@@ -34,6 +36,8 @@ _PLUMBING = tuple(
 )
 """Code of torch that is between somebody who asks and the answer."""
 _OF_FINITENESS = (math.isfinite, math.isnan, math.isinf)
+_SCALING = (aten._amp_update_scale.default, aten._amp_update_scale_.default)
+_HANDED_ON = (operator.getitem, aten.copy.default, aten.copy_.default, aten.detach.default, aten.alias.default)
 _ENDS = frozenset(["RETURN_VALUE", "RETURN_CONST", "RETURN_GENERATOR", "YIELD_VALUE", "SEND"])
 _PROLOGUE = 12
 """So many instructions of a handler show whether it is one: what tells the recorder comes first."""
@@ -49,6 +53,7 @@ def is_check(numbers: Collection[Number], nodes: Iterable[fx.Node]) -> bool:
         or all(map(_is_of_finiteness, numbers))
         or all(map(_tells_finiteness, nodes))
         or all(map(_is_drawn, nodes))
+        or _is_of_a_scaler(nodes)
         or (frame is not None and _raises_otherwise(frame))
     )
 
@@ -101,6 +106,20 @@ def _is_drawn(node: fx.Node) -> bool:
     """Whether a value depends on random numbers alone."""
     needed = ancestors(node)
     return any(map(ops.draws, needed)) and all(other.op == "call_function" for other in needed)
+
+
+def _is_of_a_scaler(nodes: Collection[fx.Node]) -> bool:
+    """Whether values are what a gradient scaler has made of its scale, or were there before the step."""
+    made = [_origin(node) for node in nodes]
+    are_known = all(node.op == "placeholder" or node.target in _SCALING for node in made)
+    return are_known and any(node.target in _SCALING for node in made)
+
+
+def _origin(node: fx.Node) -> fx.Node:
+    """The node that a value comes from as it is."""
+    while node.target in _HANDED_ON:
+        node = node.all_input_nodes[-1]
+    return node
 
 
 def is_handled() -> bool:

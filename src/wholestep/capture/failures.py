@@ -32,6 +32,10 @@ _SYMBOL = re.compile(r"\b(zu|zf|zuf|u|s)\d+\b|proxy|[Ff]unctional|[Ff]ake ?[Tt]e
 _TORCHS_LOG = logging.getLogger("torch._subclasses.fake_tensor")
 _OF_AUTOGRAD = ("backward", "grad")
 _ON_BRANCHES = "Use torch.where / torch.clamp instead of Python branches on tensor values"
+_ON_OPTIMIZERS = (
+    "Use an optimizer that does not branch on gradients or on what it computes from them, such as AdamW, or let this "
+    "step run as it is: wholestep.compile(step, on_refusal='eager')"
+)
 _NOT_POSITIVE: Any = getattr(torch.linalg, "LinAlgError")  # noqa: B009 (torch does not say that it exports it)
 _MOST_ZEROS = 10_000_000
 _ELSEWHERE = 'Do this outside the step, or compile with on_refusal="eager", which runs it as it is'
@@ -63,7 +67,7 @@ def locate(error: CaptureError, function: Function) -> None:
 
 def of_data_dependence(error: Exception, function: Function, optimizer: Optimizer | None) -> CaptureError:
     """Torch needs a value to go on: a size or a branch that depends on it."""
-    advice = remedies.for_error(error)
+    advice = remedies.for_error(error) if optimizer is None else _ON_OPTIMIZERS
     asking = f"{type(optimizer).__name__}.step()" if optimizer is not None else "the step"
     return CaptureError(
         f"{asking} depends on a value that is only known when it runs{_at_operator(error)}",

@@ -19,6 +19,13 @@ from wholestep.graph import Phase, ops
 _MOVING = frozenset({"copy_", "fill_", "zero_", "masked_fill_", "index_fill_", "index_copy_", "scatter_", "index_put_"})
 
 
+# Their schemas say that results have memory of their own, their kernels return views.
+_SHARING: dict[Any, Any] = {
+    torch.ops.aten.unsafe_split.Tensor: torch.ops.aten.split.Tensor,
+    torch.ops.aten.unsafe_split_with_sizes.default: torch.ops.aten.split_with_sizes.default,
+}
+
+
 class Functional(_torch.FunctionalTensorMode):
     """Traces in-place ops as functions whose results have the strides of the tensor they stand for.
 
@@ -49,6 +56,7 @@ class Functional(_torch.FunctionalTensorMode):
         return result
 
     def _dispatched(self, func: Any, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> Any:
+        func = _SHARING.get(func, func)
         if is_asking(func) and not _torch.is_constant(args[0]) and self._session.can_answer(*args):
             return self._session.answer(func, args)
         sizes = self._session.fake_mode.sizes

@@ -25,7 +25,7 @@ from torch.overrides import TorchFunctionMode
 
 from wholestep import _autograd_torch, _recording_torch, _torch
 from wholestep._threads import only_where
-from wholestep.capture import fused, remedies, source
+from wholestep.capture import fused, indexing, remedies, source
 from wholestep.capture.record import Number
 from wholestep.capture.session import Reassigned, Session
 from wholestep.capture.trail import listening
@@ -77,6 +77,8 @@ class Interposer(TorchFunctionMode):
             session.recorder.refuse(f"uses torch ({func.__name__}) in a function that draws", "Draw with torch")
         line = source.current_line()
         session.annotate()
+        if func in _READS_A_VALUE:
+            args = self._with_twins(args)  # a tensor from outside may be met here for the first time
         if session.phase is not Phase.OPTIMIZER and _is_of_one_number(func, args[0] if args else None):
             number = session.looks.number(args[0])
             if number is not None:
@@ -115,6 +117,8 @@ class Interposer(TorchFunctionMode):
     def _call(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if func in fused.FUNCTIONS:
             return fused.call(self.session, func, args, kwargs)
+        if indexing.fills_where(func, args):
+            return indexing.fill_where(*args)
         if func is torch.autograd.grad:
             outputs = args[0] if args else kwargs["outputs"]
             outputs = [outputs] if isinstance(outputs, torch.Tensor) else outputs

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
@@ -32,6 +33,13 @@ def refuse_wrappers(found: Reachable, function: Callable[..., Any]) -> None:
                 location=source.location_of(function),
                 advice=f"Pass the plain module ({name}.{inner})",
             )
+        for path, part in module.named_modules():
+            if isinstance(part, torch.jit.ScriptModule) and [*part.parameters(), *part.buffers()]:
+                raise CaptureError(
+                    f"'{f'{name}.{path}'.rstrip('.')}' is a module of torch.jit, which keeps its tensors out of sight",
+                    location=source.location_of(function),
+                    advice="Train the plain module, and script or trace it afterwards",
+                )
 
 
 def refuse_recurrent(found: Reachable) -> None:

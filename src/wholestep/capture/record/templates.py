@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from wholestep import _torch
+from wholestep import _memory_torch, _torch
 from wholestep.capture.record.again import AsksBefore
 from wholestep.capture.record.numbers import Number, is_late, name_of
 from wholestep.capture.record.places import ABSENT, Expectation, Place, Step, find, is_open, is_plain, slot_names, take
@@ -108,15 +108,13 @@ class FromSlot(Template):
 
 @dataclass(frozen=True, slots=True)
 class ViewOfSlot(Template):
-    """A view of a parameter or another input: it shares its memory, as in eager."""
+    """A view of a parameter or another input: it shares its memory, as in eager, maybe as numbers of another kind."""
 
     where: Binding
-    shape: tuple[int, ...]
-    strides: tuple[int, ...]
-    offset: int
+    form: _memory_torch.Form
 
     def fill(self, filling: Filling) -> Any:
-        return self.where.read(filling.leaves).detach().as_strided(self.shape, self.strides, self.offset)
+        return _memory_torch.memory_as(self.where.read(filling.leaves).detach(), self.form)
 
 
 @dataclass(frozen=True, slots=True)
@@ -267,7 +265,7 @@ class Templates:
         if isinstance(value, torch.Tensor) and (base := self._base_of(value)) is not None:
             geometry = (*value.shape, *value.stride(), value.storage_offset())
             if all(type(number) is int for number in geometry) and not _torch.given_attributes(value):
-                return ViewOfSlot(base, tuple(value.shape), value.stride(), int(value.storage_offset()))
+                return ViewOfSlot(base, _memory_torch.form_of(value))
         if isinstance(value, torch.Tensor):
             refuse_attributes(value)
         return Computed(self._computed(value))
