@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Generator, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -21,6 +22,23 @@ from wholestep.graph import ops
 # Kernels are asked on zeros; for a step that is only looked at, no larger ones than this are made.
 _MAX_IMAGINED_BYTES = 2**26
 _UNLOGGED = _fake_torch.UnloggedRefusals()
+
+
+@dataclass(frozen=True)
+class _Form:
+    """All of a tensor but its values."""
+
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+
+    @staticmethod
+    def of(tensor: torch.Tensor) -> _Form:
+        return _Form(tuple(tensor.shape), tensor.stride(), tensor.dtype, tensor.device)
+
+    def fake(self) -> torch.Tensor:
+        return torch.empty_strided(self.shape, self.strides, dtype=self.dtype, device=self.device)
 
 
 class TrueLayouts(_torch.FakeTensorMode):
@@ -36,6 +54,7 @@ class TrueLayouts(_torch.FakeTensorMode):
         super().__init__(**options)
         self._max_bytes = max_bytes
         self._known: dict[Any, list[tuple[int, ...]]] = {}
+        self._refused: dict[Any, Any] = {}
         self.draws_out_of_place = False
         self.has_kept_layout = False
         self._overwritten: tuple[Any, torch.Tensor] | None = None
@@ -102,14 +121,22 @@ class TrueLayouts(_torch.FakeTensorMode):
             raise error
         for tensor in inputs:
             tuple(map(int, tensor.shape))
+        key = (func, *map(str, _torch.tree_leaves((_geometry_of((args, kwargs)),))))
+        if key not in self._refused:
+            self._refused[key] = self._forms(func, args, kwargs)
+        if self._refused[key] is None:
+            raise error
+        with self:
+            return _torch.tree_map_only(_Form, _Form.fake, self._refused[key])
+
+    def _forms(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """What the real kernel returns, without the values; None if it raises."""
         with _torch.real_kernels(()):
             try:
                 real_args, real_kwargs = _torch.tree_map_only((torch.Tensor, torch.SymInt), _real, (args, kwargs))
-                made = func(*real_args, **real_kwargs)
+                return _torch.tree_map_only(torch.Tensor, _Form.of, func(*real_args, **real_kwargs))
             except Exception:
-                raise error from None
-        with self:
-            return _torch.tree_map_only(torch.Tensor, _fake_like, made)
+                return None
 
     def _as_overwritten(self, func: Any, args: Any, result: Any) -> Any:
         """The result of the function that an in-place operator becomes, in the layout of what it overwrites."""
@@ -239,10 +266,6 @@ def _real(fake: torch.Tensor | torch.SymInt) -> torch.Tensor | int:
         return _torch.optimization_hint(fake)
     sizes, strides = _hints(fake.shape), _hints(fake.stride())
     return torch.empty_strided(sizes, strides, dtype=fake.dtype, device=fake.device).zero_()
-
-
-def _fake_like(real: torch.Tensor) -> torch.Tensor:
-    return torch.empty_strided(real.shape, real.stride(), dtype=real.dtype, device=real.device)
 
 
 def new_fake_mode(*, is_imagined: bool = True, env: _torch.ShapeEnv | None = None) -> TrueLayouts:

@@ -102,6 +102,16 @@ def logging_step(model: Any, optimizer: Any, features: Tensor, targets: Tensor) 
     return mse_step(model, optimizer, features * torch.from_numpy(logged(6)).float(), targets)
 
 
+def printed(rows: int) -> np.ndarray:
+    drawn = np.random.rand(rows, 1) * 2
+    print("drawn")
+    return drawn
+
+
+def printing_step(model: Any, optimizer: Any, features: Tensor, targets: Tensor) -> Tensor:
+    return mse_step(model, optimizer, features * torch.from_numpy(printed(6)).float(), targets)
+
+
 def with_torch(rows: int) -> np.ndarray:
     drawn = np.random.rand(rows, 1) * 2
     torch.rand(1)
@@ -120,7 +130,8 @@ def in_step(model: Any, optimizer: Any, features: Tensor, targets: Tensor) -> Te
     ("step", "reason"),
     [
         (counting_step, "what it has written before"),
-        (logging_step, "writes to objects in logged"),
+        (logging_step, "writes to objects or prints in logged"),
+        (printing_step, "writes to objects or prints in printed"),
         (torch_step, "uses torch"),
         (in_step, "computes with an array that it has drawn"),
     ],

@@ -69,7 +69,7 @@ def _is_repeatable(value: Any) -> bool:
 
 
 def _draw_whole(recorder: Recorder, function: FunctionType, *args: Any, **kwargs: Any) -> Any:
-    before = recorder.num_deeds, len(recorder.kept)
+    before = _deeds(recorder)
     values = tuple(map(_settled, args))
     named = {name: _settled(value) for name, value in kwargs.items()}
     recorder.follow(function)
@@ -79,11 +79,12 @@ def _draw_whole(recorder: Recorder, function: FunctionType, *args: Any, **kwargs
     try:
         result = numbers.settled(function(*values, **named))
     finally:
-        after = recorder.num_deeds, len(recorder.kept)
+        after = _deeds(recorder)
         written |= recorder.kept
         recorder.is_drawing, recorder.kept = False, written
     if after != before:
-        recorder.refuse(f"writes to objects in {function.__name__}, which draws", "Write outside of it")
+        recorder.refuse(f"writes to objects or prints in {function.__name__}, which draws", "Do so outside of it")
+    recorder.num_deeds += 1
     ledger = recorder.ledger
     told = [ledger.constant(value) for value in values]
     told += [f"{name}={ledger.constant(value)}" for name, value in named.items()]
@@ -98,6 +99,10 @@ def _draw_whole(recorder: Recorder, function: FunctionType, *args: Any, **kwargs
     else:
         recorder.refuse(f"draws a {type(result).__name__} with {function.__name__}", "Return an array or a number")
     return result
+
+
+def _deeds(recorder: Recorder) -> tuple[int, ...]:
+    return recorder.num_deeds, len(recorder.kept), len(recorder.outputs)
 
 
 class _Unread(dict[int, Any]):
