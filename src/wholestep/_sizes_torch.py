@@ -364,3 +364,13 @@ def _ctc_loss(
 def _ctc_loss_backward(mode: Any, _func: Any, _grad: Any, log_probs: Any, *_: Any, **__: Any) -> Any:
     with mode:
         return torch.empty_like(log_probs, memory_format=torch.contiguous_format)
+
+
+def other_size(size: Any, number: int) -> int:
+    """What a size would be if the symbols of its trace had other values: those of this call for 0, larger ones else."""
+    if not isinstance(size, torch.SymInt):
+        return int(size)
+    env = size.node.shape_env
+    known: dict[Any, Any] = vars(env).get("backed_var_to_val") or vars(env)["var_to_val"]  # renamed in 2.12
+    values = {symbol: int(value) + number * (place + 1) for place, (symbol, value) in enumerate(known.items())}
+    return int(size.node.expr.xreplace(values))

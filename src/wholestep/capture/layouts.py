@@ -11,34 +11,17 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Generator, Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from wholestep import _fake_torch, _torch
+from wholestep.capture import imagined
 from wholestep.graph import ops
 
 # Kernels are asked on zeros; for a step that is only looked at, no larger ones than this are made.
 _MAX_IMAGINED_BYTES = 2**26
 _UNLOGGED = _fake_torch.UnloggedRefusals()
-
-
-@dataclass(frozen=True)
-class _Form:
-    """All of a tensor but its values."""
-
-    shape: tuple[int, ...]
-    strides: tuple[int, ...]
-    dtype: torch.dtype
-    device: torch.device
-
-    @staticmethod
-    def of(tensor: torch.Tensor) -> _Form:
-        return _Form(tuple(tensor.shape), tensor.stride(), tensor.dtype, tensor.device)
-
-    def fake(self) -> torch.Tensor:
-        return torch.empty_strided(self.shape, self.strides, dtype=self.dtype, device=self.device)
 
 
 class TrueLayouts(_torch.FakeTensorMode):
@@ -54,7 +37,7 @@ class TrueLayouts(_torch.FakeTensorMode):
         super().__init__(**options)
         self._max_bytes = max_bytes
         self._known: dict[Any, list[tuple[int, ...]]] = {}
-        self._refused: dict[Any, Any] = {}
+        self._imagined: imagined.Trials = {}
         self.draws_out_of_place = False
         self.has_kept_layout = False
         self._overwritten: tuple[Any, torch.Tensor] | None = None
@@ -108,7 +91,7 @@ class TrueLayouts(_torch.FakeTensorMode):
         """What the real kernel makes of zeros, where the fake one refuses its inputs: it may know fewer than run.
 
         The error stands if the kernel raises as well, and where more than a check has failed: the sizes of the result
-        depend on values, or nobody knows them. Sizes that may change are pinned, since a kernel tells numbers only.
+        depend on values, or nobody knows them.
         """
         inputs = list(tensors_in((args, kwargs)))
         if (
@@ -119,24 +102,10 @@ class TrueLayouts(_torch.FakeTensorMode):
             raise error
         if self._max_bytes is not None and sum(map(_num_bytes, inputs)) > self._max_bytes:
             raise error
-        for tensor in inputs:
-            tuple(map(int, tensor.shape))
-        key = (func, *map(str, _torch.tree_leaves((_geometry_of((args, kwargs)),))))
-        if key not in self._refused:
-            self._refused[key] = self._forms(func, args, kwargs)
-        if self._refused[key] is None:
+        made = imagined.results(self, self._imagined, func, args, kwargs)
+        if made is None:
             raise error
-        with self:
-            return _torch.tree_map_only(_Form, _Form.fake, self._refused[key])
-
-    def _forms(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """What the real kernel returns, without the values; None if it raises."""
-        with _torch.real_kernels(()):
-            try:
-                real_args, real_kwargs = _torch.tree_map_only((torch.Tensor, torch.SymInt), _real, (args, kwargs))
-                return _torch.tree_map_only(torch.Tensor, _Form.of, func(*real_args, **real_kwargs))
-            except Exception:
-                return None
+        return made[0] if len(_torch.schema(func).returns) == 1 else tuple(made)
 
     def _as_overwritten(self, func: Any, args: Any, result: Any) -> Any:
         """The result of the function that an in-place operator becomes, in the layout of what it overwrites."""

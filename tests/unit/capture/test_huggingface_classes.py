@@ -3,6 +3,7 @@
 from typing import Any
 
 import pytest
+import torch
 from tests.twins import Twins
 
 from benchmarks.huggingface import classes, families, trial
@@ -33,3 +34,13 @@ def test_layers_that_are_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
         twins.step(found.batch(number))
     assert twins.compiled.num_eager_calls > 0
     assert twins.num_captures <= 10
+
+
+@pytest.mark.slow
+def test_routed_experts_with_changing_lengths() -> None:
+    found = classes.find("MixtralForCausalLM", "mixtral")
+    twins = Twins(lambda: trial.world(found), make=lambda world: trial.step_of(found))
+    for seed, (size, length) in enumerate(((2, 12), (2, 9), (2, 7), (3, 11), (4, 5))):
+        words = torch.randint(5, 90, (size, length), generator=torch.Generator().manual_seed(seed))
+        twins.step({"input_ids": words, "labels": words.clone()})
+    assert twins.num_captures == 3, twins.reasons

@@ -42,7 +42,7 @@ def test_products_of_groups_in_float32(capfd: pytest.CaptureFixture[str]) -> Non
     twins = Twins(small_world(Routed), square_step)
     for seed, size in enumerate((6, 6, 6, 8, 5)):
         twins.step(torch.randn(size, WIDTH, generator=torch.Generator().manual_seed(seed)))
-    assert twins.num_captures == 3  # the sizes are pinned
+    assert twins.num_captures == 2
     assert "failed while attempting" not in capfd.readouterr().err
 
 
