@@ -72,6 +72,8 @@ class Sides(Twins):
         self.largest = 0.0
         self.printed = ""
         self.side = 0
+        # One stream each for all calls, as a process has: a step that writes to it is not captured again.
+        self.streams_of = [(io.StringIO(), io.StringIO()) for _ in range(2)]
         chosen: dict[str, Any] = {"make": loop.step} if loop.closure else {"function": loop.step}
         super().__init__(loop.build, call=self._run, **chosen)
         if eager_only:
@@ -81,7 +83,7 @@ class Sides(Twins):
 
     def _run(self, world: World, step: Any, *args: Any) -> Any:
         self.side = self.worlds.index(world) if world is not self.worlds[1] else 1
-        with _noted() as noted:
+        with _noted(*self.streams_of[self.side]) as noted:
             returned = step(*args) if self._loop.closure else step(world, *args)
         if self._loop.between is not None:
             self._loop.between(world, returned, self._calls // 2)
@@ -112,17 +114,24 @@ class Sides(Twins):
 
 
 @contextlib.contextmanager
-def _noted() -> Iterator[list[str]]:
+def _noted(out: io.StringIO, err: io.StringIO) -> Iterator[list[str]]:
     """The lines that a call prints, to standard output and error, and logs."""
     noted: list[str] = []
-    out, err, records = io.StringIO(), io.StringIO(), _Records()
+    records = _Records()
     logging.getLogger().addHandler(records)
     try:
         with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
             yield noted
     finally:
         logging.getLogger().removeHandler(records)
-        noted += [out.getvalue(), _without_numbers_of_lines(err.getvalue()), *records.lines]
+        noted += [_taken(out), _without_numbers_of_lines(_taken(err)), *records.lines]
+
+
+def _taken(stream: io.StringIO) -> str:
+    text = stream.getvalue()
+    stream.seek(0)
+    stream.truncate()
+    return text
 
 
 def _without_numbers_of_lines(text: str) -> str:

@@ -137,6 +137,8 @@ class _Call:
     """Whether Python computes with learning rates, and with what optimizers make of their state, before each call."""
     pretends: bool | None = None
     """Whether no row and one are traced as some, in a step with sizes that values decide; None in others."""
+    settles_texts: bool = False
+    """Whether text that is made of a number takes its value for granted."""
     session: Session = field(init=False)
     recorder: Recorder = field(init=False)
     sizes: Sizes | None = field(init=False)
@@ -163,6 +165,8 @@ class _Call:
             fixed_answers=frozenset(path[1] for path in self.fixed if path[0] is Answers),
         )
         self.recorder = self.session.recorder = Recorder(self.numbers, self.whole_draws)
+        if not self.settles_texts:
+            self.recorder.ledger.text_later = self.recorder.late.text
         self.session.looks = Looks(self.session, may_leave=self.answers and not is_imagined)
         self.sizes = Sizes(self.session, may_leave=self.answers) if self.pretends is not None else None
 
@@ -180,6 +184,7 @@ class _Call:
         fixed: Iterable[tuple[Any, ...]] = (),
         asks_before: bool = False,
         pretends: bool | None = None,
+        settles_texts: bool = False,
     ) -> _Call:
         """The same capture from its start, with more that is known."""
         return _Call(
@@ -194,6 +199,7 @@ class _Call:
             self.fixed.union(fixed),
             self.asks_before or asks_before,
             self.pretends if pretends is None else pretends,
+            self.settles_texts or settles_texts,
         )
 
 
@@ -338,6 +344,10 @@ def _trace_until_complete(call: _Call) -> tuple[_Call, fx.GraphModule, Collected
             if call.pretends:
                 call = call.again(pretends=False)
                 continue
+            if call.recorder.late.has_early_texts and not call.settles_texts:
+                # Somebody may have looked into one, or an error may show one.
+                call = call.again(settles_texts=True)
+                continue
             if not call.numbers:
                 raise
             # Somebody takes nothing but real numbers: each value is a capture then.
@@ -359,7 +369,7 @@ def _recording(call: _Call, result: Collected, graph: StepGraph) -> Recording:
             root.forget_objects()
     recorder.settle()
     program = Program(recorder.ledger, needed, tuple(recorder.generators))
-    recorder.ledger.symbol_of = _no_symbol  # or numbers that are kept would keep the trace
+    recorder.ledger.symbol_of, recorder.ledger.text_later = _no_symbol, None  # or kept numbers would keep the trace
     symbolic = frozenset(call.numbers)
     recorder.late.end()
     return Recording(

@@ -123,7 +123,7 @@ def choose(recorder: Recorder, function: Any, args: tuple[Any, ...], kwargs: dic
 
 def _refuse_looks_into_text(recorder: Recorder, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """C code that is given text with something missing may put it somewhere, or print it."""
-    if recorder.late.found:
+    if texts.may_make(recorder):
         texts.refuse_padding_by_format(recorder, function, args, kwargs)
     if recorder.late.has_texts and not outside.is_output(function):
         texts.refuse_in_call(recorder, function, args, kwargs)

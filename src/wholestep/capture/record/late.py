@@ -85,6 +85,9 @@ class LateLedger(Ledger):
 
         return part(root, shape, find)
 
+    has_early_texts: bool = False
+    """Whether some of the text is of numbers that are known before the graph runs."""
+
     @property
     def has_texts(self) -> bool:
         """Whether the step has made text of a number."""
@@ -92,10 +95,15 @@ class LateLedger(Ledger):
 
     def text(self, function: Callable[..., str], number: Number, *spec: str) -> str:
         """What a function makes of a number: text in which a mark stands for what is missing."""
-        name = self._new_name("late_text")
         arguments = ", ".join([self.named(number), *map(repr, spec)])
-        self.lines.append(f"{name} = {self.constant(function)}({arguments})")
+        return self.text_of_line(f"{self.constant(function)}({arguments})", [number])
+
+    def text_of_line(self, line: str, values: Iterable[Number]) -> str:
+        """What a line of Python makes of some numbers: text in which a mark stands for what is missing."""
+        name = self._new_name("late_text")
+        self.lines.append(f"{name} = {line}")
         self._texts.append(name)
+        self.has_early_texts |= not all(ledger_of(value).is_late for value in values)
         return marked(name)
 
     def named(self, number: Number) -> str:

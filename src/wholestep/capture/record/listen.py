@@ -68,7 +68,7 @@ def _hook(num_owners: int) -> Callable[[Callable[..., Any]], Callable[..., Any]]
                 return None
             recorder = _active[-1]
             is_quiet = bool(num_owners) and all(type(arg) in _QUIET for arg in args[:num_owners])
-            is_wary = recorder.late.has_texts or (name == "binary" and bool(recorder.late.found))
+            is_wary = recorder.late.has_texts or (name == "binary" and texts.may_make(recorder))
             if is_quiet and not is_wary:
                 return None
             if recorder.is_deaf or recorder.thread != threading.get_ident():

@@ -81,6 +81,8 @@ class Ledger:
     """Name of each number that is read, not computed, and the path to where it is read."""
     symbol_of: Callable[[Number], Any] = lambda number: float(number)
     """The trace's own symbol for a number, for arithmetic with other symbols (learning rates, step counts)."""
+    text_later: Callable[..., str] | None = None
+    """Makes text of a number that is put in after the graph has run; None if its value is taken for granted."""
     is_late: ClassVar[bool] = False
     _taken: set[str] = field(default_factory=set[str])
 
@@ -101,7 +103,9 @@ class Ledger:
         """Python is about to take the values of some numbers, and to go on by what they are: here it may."""
 
     def text(self, function: Callable[..., str], number: Number, *spec: str) -> str:
-        """What a function makes of a number, which is taken for granted."""
+        """What a function makes of a number: put in later, or of its value, which is taken for granted then."""
+        if self.text_later is not None:
+            return self.text_later(function, number, *spec)
         return function(settled(number), *spec)
 
     def require_unhandled(self, *_: Any) -> None:

@@ -418,9 +418,12 @@ def handler_of(owner: Any) -> Handler | None:
 
 def is_output(function: Any) -> bool:
     """Whether a call only says something, which is said again after the graph has run."""
-    if isinstance(function, types.MethodType):
-        return handler_of(function.__self__) in (_log, _stream, _progress)
-    return function in (print, *_ROOT) or function is warnings.warn
+    if function is print:
+        return True
+    if isinstance(function, (types.MethodType, types.BuiltinMethodType)):
+        handler = handler_of(function.__self__)
+        return handler in (_log, _progress) or (handler is _stream and function.__name__ in ("write", "flush"))
+    return function in _ROOT or function is warnings.warn
 
 
 def _log_to_root(recorder: Recorder, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

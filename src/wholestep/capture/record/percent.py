@@ -1,7 +1,7 @@
 """`"loss %.4f" % loss.item()`: text by the old operator, which asks C code for the number.
 
-A field for a number that only the graph computes becomes text with a mark (see `texts`), made by a field of its own
-after the graph has run; the operator is left with a plain `%s` for it.
+A field for a number that only the graph computes, or that changes from call to call, becomes text with a mark (see
+`texts`), made by a field of its own after the graph has run; the operator is left with a plain `%s` for it.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _OF_NUMBERS = "diouxXeEfFgG"
 
 
 class Percent:
-    """A text whose fields for numbers of the graph are made later; it formats once, in place of the text."""
+    """A text whose fields for numbers are made later; it formats once, in place of the text."""
 
     def __init__(self, recorder: Recorder, text: str) -> None:
         self._recorder, self._text = recorder, text
@@ -56,17 +56,23 @@ class Percent:
 
     def _late(self, value: Any) -> Number | None:
         if type(value) is Number:
-            return value if is_late(value) else None
+            return value if _is_put_in_later(self._recorder, value) else None
         return self._recorder.number_in(value) if _torch.is_traced(value) else None
 
 
 def formatting(recorder: Recorder, text: str, values: Any) -> Any:
     """What to use in place of `text` for `text % values`."""
-    if texts.is_marked(text):
+    if texts.is_marked(text) or not (recorder.late.has_texts or texts.may_make(recorder)):
         return text
     given = values.values() if isinstance(values, Mapping) else values if isinstance(values, tuple) else (values,)
     _refuse_padding(recorder, text, values, [*given])
-    return Percent(recorder, text) if any(is_late(value) or _torch.is_traced(value) for value in given) else text
+    is_later = any(_is_put_in_later(recorder, value) or _torch.is_traced(value) for value in given)
+    return Percent(recorder, text) if is_later else text
+
+
+def _is_put_in_later(recorder: Recorder, value: Any) -> bool:
+    """Whether a value is a number whose text is made after the graph has run."""
+    return is_late(value) or (type(value) is Number and recorder.ledger.text_later is not None)
 
 
 def _refuse_padding(recorder: Recorder, text: str, values: Any, given: list[Any]) -> None:

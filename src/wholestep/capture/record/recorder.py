@@ -26,7 +26,7 @@ from torch.optim import Optimizer
 
 from wholestep import _torch
 from wholestep.capture import source
-from wholestep.capture.record import outside, participants, reads, whole
+from wholestep.capture.record import legacy, outside, participants, reads, whole
 from wholestep.capture.record.again import Missed, Unsymbolic
 from wholestep.capture.record.calls import BUILTINS, choose, told
 from wholestep.capture.record.caught import Caught
@@ -77,7 +77,7 @@ class Recorder:
         self._unwatched: set[int] = set()
         """Ids of those to which the step may write without anybody noting it."""
         self._pinned: list[Place] = []
-        self.handlers: dict[Any, Any] = {**BUILTINS, **outside.HANDLERS}
+        self.handlers: dict[Any, Any] = {**BUILTINS, **outside.HANDLERS, **legacy.HANDLERS}
         self.outputs: list[outside.Output] = []
         self.is_deaf = False
         """Whether hooks are to be ignored just now."""

@@ -114,8 +114,15 @@ def refuse_marked(recorder: Recorder, values: Iterable[Any]) -> None:
 
 def refuse_made_of(recorder: Recorder, values: Iterable[Any]) -> None:
     """Refuse text of values, if that may be text of a number; of other objects nobody knows what text they have."""
-    if any(is_late(value) if type(value) is Number else not is_plain(value) for value in values):
+    is_early = recorder.ledger.text_later is not None
+    if any(is_early or is_late(value) if type(value) is Number else not is_plain(value) for value in values):
+        recorder.late.has_early_texts |= not recorder.late.found
         _refuse_to_look(recorder)
+
+
+def may_make(recorder: Recorder) -> bool:
+    """Whether there are numbers of which the step would make text with something missing."""
+    return bool(recorder.late.found) or (recorder.ledger.text_later is not None and bool(recorder.ledger.lines))
 
 
 def _refuse(recorder: Recorder, values: Iterable[Any], *, is_deep: bool) -> None:
