@@ -144,3 +144,8 @@ Binding = (
     | AtPlace
 )
 Rebindable = StateOf | GradOf | GradOfArgument
+
+
+def may_require_grad(value: Any) -> bool:
+    """Whether a value is a tensor that could have a gradient."""
+    return isinstance(value, torch.Tensor) and (value.dtype.is_floating_point or value.dtype.is_complex)

@@ -523,7 +523,7 @@ def _lift_gradients(call: _Call) -> None:
         else:
             continue
         # A parameter that was frozen after it got a gradient still has it, and optimizers and clipping still use it.
-        if lifted.slot.kind is not SlotKind.PARAM and not lifted.real.requires_grad:
+        if lifted.slot.kind is not SlotKind.PARAM and not binding.may_require_grad(lifted.real):
             continue
         slot = Slot(SlotKind.GRAD, lifted.slot.name)
         call.bindings[slot.id] = grad_binding

@@ -298,6 +298,11 @@ def _collect_gradients(session: Session, result: Collected) -> None:
     slots = {lifted.slot.id: lifted for lifted in session.lifted.values() if lifted.slot.kind is SlotKind.GRAD}
     for lifted in [*session.lifted.values()]:
         if not _owns_gradient(lifted):
+            if lifted.slot.kind in (SlotKind.CONSTANT, SlotKind.BUFFER) and lifted.twin.grad is not None:
+                raise CaptureError(
+                    f"the step leaves a gradient in '{lifted.slot.name}', a tensor from outside",
+                    advice="Pass it as an argument, or make one of your own: x = x.detach().requires_grad_()",
+                )
             continue
         slot = Slot(SlotKind.GRAD, lifted.slot.name)
         before, after = slots.get(slot.id), lifted.twin.grad
@@ -310,8 +315,9 @@ def _collect_gradients(session: Session, result: Collected) -> None:
 
 
 def _owns_gradient(lifted: Lifted) -> bool:
+    """Parameters, and arguments: the step may ask for the gradient of one that has required none before."""
     kind = lifted.slot.kind
-    return kind is SlotKind.PARAM or (kind is SlotKind.BATCH and lifted.real.requires_grad)
+    return kind is SlotKind.PARAM or (kind is SlotKind.BATCH and binding.may_require_grad(lifted.real))
 
 
 def _add_result(result: Collected, slot: Slot, value: Any) -> None:

@@ -4,8 +4,10 @@ import copy
 
 import pytest
 import torch
+import torch.nn.functional as F
 from tests.twins import Twins, momentum, mse_step, pair, small_world
-from torch import Tensor
+from torch import Tensor, nn
+from torch.optim import Optimizer
 
 import wholestep
 
@@ -93,3 +95,38 @@ def test_verify_looks_at_gradients_of_arguments(monkeypatch: pytest.MonkeyPatch)
     both = Both(X.clone().requires_grad_(), verify=1)
     with pytest.raises(wholestep.VerificationError, match="features"):
         both.run()
+
+
+def test_a_gradient_asked_for_inside_the_step_stays_in_the_argument() -> None:
+    """A gradient penalty: the argument required none before, requires none afterwards, and has one all the same."""
+
+    def step(model: nn.Module, optimizer: Optimizer, features: Tensor, targets: Tensor) -> Tensor:
+        optimizer.zero_grad()
+        features.requires_grad_(True)
+        loss = F.mse_loss(model(features), targets)
+        [gradient] = torch.autograd.grad(loss, features, create_graph=True)
+        loss = loss + gradient.square().sum()
+        loss.backward()
+        features.requires_grad_(False)
+        optimizer.step()
+        return loss
+
+    twins = Twins(small_world(), step)
+    twins.steps(3, X, Y)
+    with_gradient = X.clone()
+    with_gradient.grad = torch.ones_like(X)
+    twins.steps(2, with_gradient, Y)
+
+
+def test_a_gradient_left_in_a_tensor_from_outside_is_refused() -> None:
+    world = small_world()()
+    kept = X.clone()
+
+    def step(model: nn.Module, targets: Tensor) -> None:
+        kept.requires_grad_(True)
+        F.mse_loss(model(kept), targets).backward()
+        kept.requires_grad_(False)
+
+    with pytest.raises(wholestep.CaptureError, match=r"leaves a gradient in '.*', a tensor from outside"):
+        wholestep.compile(step)(world.model, Y)
+    assert kept.grad is None
