@@ -30,12 +30,13 @@ class Edit:
     """The smallest change with which a refused step can be compiled, in words and tried.
 
     `between`, if it is given, runs after each call on the world and what the step returned: the place of what moves
-    out.
+    out; `build` makes the world where the edit is in one of its classes.
     """
 
     words: str
     step: Callable[..., Any]
     between: Callable[[World, Any], Any] | None = None
+    build: Callable[[], World] | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -74,7 +75,8 @@ class Loop:
             if before is not None:
                 before(world, returned, number)
 
-        return dataclasses.replace(self, step=self.edit.step, between=between, edit=None)
+        build = self.edit.build or self.build
+        return dataclasses.replace(self, step=self.edit.step, build=build, between=between, edit=None)
 
 
 _LOOPS: dict[str, Loop] = {}
@@ -92,12 +94,15 @@ def loop(name: str, **fields: Any) -> Callable[[Callable[..., Any]], Callable[..
 
 
 def edit(
-    name: str, words: str, between: Callable[[World, Any], Any] | None = None
+    name: str,
+    words: str,
+    between: Callable[[World, Any], Any] | None = None,
+    build: Callable[[], World] | None = None,
 ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Register the decorated step as the loop of that name with its smallest edit made."""
 
     def register(step: Callable[..., Any]) -> Callable[..., Any]:
-        _LOOPS[name] = dataclasses.replace(_LOOPS[name], edit=Edit(words, step, between))
+        _LOOPS[name] = dataclasses.replace(_LOOPS[name], edit=Edit(words, step, between, build))
         return step
 
     return register

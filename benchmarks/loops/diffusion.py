@@ -100,7 +100,7 @@ class GaussianDiffusion(nn.Module):
 
     def forward(self, img: Tensor) -> Tensor:
         b, _, h, w = img.shape
-        assert h == 8 and w == 8, "height and width of image must be 8"
+        assert (h, w) == (8, 8), "height and width of image must be 8"
         t = torch.randint(0, self.num_timesteps, (b,), device=img.device).long()
         return self.p_losses(img * 2 - 1, t)
 
@@ -108,7 +108,9 @@ class GaussianDiffusion(nn.Module):
 class EMA:
     """An average that starts after some steps, every few of them, with a decay that warms up."""
 
-    def __init__(self, model: nn.Module, beta: float = 0.995, update_after_step: int = 3, update_every: int = 2) -> None:
+    def __init__(
+        self, model: nn.Module, beta: float = 0.995, update_after_step: int = 3, update_every: int = 2
+    ) -> None:
         self.online_model, self.ema_model = model, copy.deepcopy(model)
         self.ema_model.requires_grad_(False)
         self.beta, self.update_after_step, self.update_every, self.step = beta, update_after_step, update_every, 0

@@ -19,6 +19,8 @@ from benchmarks.loops.parts import Logger, images
 from wholestep.zoo.case import seeded_generator
 
 NZ = 4
+FloatTensor: Any = torch.FloatTensor
+LongTensor: Any = torch.LongTensor
 
 
 def real_images(number: int, size: int = 4) -> tuple[Tensor]:
@@ -102,10 +104,10 @@ def dcgan(w: World, data: Tensor) -> Any:
 
 
 def compute_gradient_penalty(discriminator: nn.Module, real_samples: Tensor, fake_samples: Tensor) -> Tensor:
-    alpha = torch.FloatTensor(np.random.random((real_samples.size(0), 1, 1, 1)))
+    alpha = FloatTensor(np.random.random((real_samples.size(0), 1, 1, 1)))
     interpolates = (alpha * real_samples + ((1 - alpha) * fake_samples)).requires_grad_(True)
     d_interpolates = discriminator(interpolates)
-    fake = Variable(torch.FloatTensor(real_samples.shape[0]).fill_(1.0), requires_grad=False)
+    fake = Variable(FloatTensor(real_samples.shape[0]).fill_(1.0), requires_grad=False)
     gradients = autograd.grad(
         outputs=d_interpolates,
         inputs=interpolates,
@@ -140,9 +142,9 @@ def wgan_gp_world() -> World:
     batch=real_images,
 )
 def wgan_gp(w: World, imgs: Tensor) -> Any:
-    real_imgs = Variable(imgs.type(torch.FloatTensor))
+    real_imgs = Variable(imgs.type(FloatTensor))
     w.optimizer_d.zero_grad()
-    z = Variable(torch.FloatTensor(np.random.normal(0, 1, (imgs.shape[0], NZ, 1, 1))))
+    z = Variable(FloatTensor(np.random.normal(0, 1, (imgs.shape[0], NZ, 1, 1))))
     fake_imgs = w.generator(z)
     real_validity = w.discriminator(real_imgs)
     fake_validity = w.discriminator(fake_imgs)
@@ -222,10 +224,10 @@ def two_domains(number: int, size: int = 2) -> tuple[dict[str, Tensor]]:
 
 
 def cyclegan_step(w: World, batch: dict[str, Tensor], draw: Any = None) -> Any:
-    real_a = Variable(batch["A"].type(torch.FloatTensor))
-    real_b = Variable(batch["B"].type(torch.FloatTensor))
-    valid = Variable(torch.FloatTensor(np.ones((real_a.size(0), *w.output_shape))), requires_grad=False)
-    fake = Variable(torch.FloatTensor(np.zeros((real_a.size(0), *w.output_shape))), requires_grad=False)
+    real_a = Variable(batch["A"].type(FloatTensor))
+    real_b = Variable(batch["B"].type(FloatTensor))
+    valid = Variable(FloatTensor(np.ones((real_a.size(0), *w.output_shape))), requires_grad=False)
+    fake = Variable(FloatTensor(np.zeros((real_a.size(0), *w.output_shape))), requires_grad=False)
     w.g_ab.train()
     w.g_ba.train()
     w.optimizer_g.zero_grad()
@@ -309,10 +311,10 @@ def pix2pix_world() -> World:
     batch=two_domains,
 )
 def pix2pix(w: World, batch: dict[str, Tensor]) -> Any:
-    real_a = Variable(batch["B"].type(torch.FloatTensor))
-    real_b = Variable(batch["A"].type(torch.FloatTensor))
-    valid = Variable(torch.FloatTensor(np.ones((real_a.size(0), *w.patch))), requires_grad=False)
-    fake = Variable(torch.FloatTensor(np.zeros((real_a.size(0), *w.patch))), requires_grad=False)
+    real_a = Variable(batch["B"].type(FloatTensor))
+    real_b = Variable(batch["A"].type(FloatTensor))
+    valid = Variable(FloatTensor(np.ones((real_a.size(0), *w.patch))), requires_grad=False)
+    fake = Variable(FloatTensor(np.zeros((real_a.size(0), *w.patch))), requires_grad=False)
     w.optimizer_g.zero_grad()
     fake_b = w.generator(real_a)
     loss_gan = w.criterion_gan(w.discriminator(fake_b, real_a), valid)
@@ -453,7 +455,9 @@ def stylegan_end(w: World) -> None:
     """Averages and logging."""
     accumulate(w.g_ema, w.generator, w.accum)
     values = {name: loss.mean().item() for name, loss in w.loss_dict.items()}
-    print(f"d: {values['d']:.4f}; g: {values['g']:.4f}; r1: {values['r1']:.4f}; mean path: {w.mean_path_length_avg:.4f}")
+    print(
+        f"d: {values['d']:.4f}; g: {values['g']:.4f}; r1: {values['r1']:.4f}; mean path: {w.mean_path_length_avg:.4f}"
+    )
     w.wandb.log({"Generator": values["g"], "Mean Path Length": w.mean_path_length, "R1": values["r1"]})
     w.i += 1
 
@@ -483,26 +487,6 @@ def stylegan(w: World, real_img: Tensor) -> Any:
     requires_grad(w.discriminator, False)
     stylegan_generator(w)
     stylegan_end(w)
-
-
-@edit("StyleGAN2", "real_img = real_img.detach().requires_grad_() and both models trainable again at the end of the step")
-def stylegan_edited(w: World, real_img: Tensor) -> Any:
-    requires_grad(w.generator, False)
-    stylegan_losses(w, real_img)
-    if w.i % w.d_reg_every == 0:
-        real_img = real_img.detach().requires_grad_()
-        real_pred = w.discriminator(real_img)
-        (grad_real,) = autograd.grad(outputs=real_pred.sum(), inputs=real_img, create_graph=True)
-        w.r1_loss = grad_real.pow(2).reshape(grad_real.shape[0], -1).sum(1).mean()
-        w.discriminator.zero_grad()
-        (10 / 2 * w.r1_loss * w.d_reg_every + 0 * real_pred[0]).backward()
-        w.d_optim.step()
-    w.loss_dict["r1"] = w.r1_loss
-    requires_grad(w.generator, True)
-    requires_grad(w.discriminator, False)
-    stylegan_generator(w)
-    stylegan_end(w)
-    requires_grad(w.discriminator, True)
 
 
 def acgan_world() -> World:
@@ -535,12 +519,12 @@ def classified(discriminator: nn.ModuleList, x: Tensor) -> tuple[Tensor, Tensor]
 )
 def acgan(w: World, imgs: Tensor, labels: Tensor) -> Any:
     batch_size = imgs.shape[0]
-    valid = Variable(torch.FloatTensor(batch_size, 1).fill_(1.0), requires_grad=False)
-    fake = Variable(torch.FloatTensor(batch_size, 1).fill_(0.0), requires_grad=False)
-    real_imgs = Variable(imgs.type(torch.FloatTensor))
-    labels = Variable(labels.type(torch.LongTensor))
+    valid = Variable(FloatTensor(batch_size, 1).fill_(1.0), requires_grad=False)
+    fake = Variable(FloatTensor(batch_size, 1).fill_(0.0), requires_grad=False)
+    real_imgs = Variable(imgs.type(FloatTensor))
+    labels = Variable(labels.type(LongTensor))
     w.optimizer_g.zero_grad()
-    gen_labels = Variable(torch.LongTensor(np.random.randint(0, 5, batch_size)))
+    gen_labels = Variable(LongTensor(np.random.randint(0, 5, batch_size)))
     gen_imgs = w.generator(gen_labels)
     validity, pred_label = classified(w.discriminator, gen_imgs)
     g_loss = 0.5 * (w.adversarial_loss(validity, valid) + w.auxiliary_loss(pred_label, gen_labels))
@@ -565,7 +549,7 @@ def acgan_edited(w: World, imgs: Tensor, labels: Tensor) -> Any:
     batch_size = imgs.shape[0]
     valid, fake = torch.ones(batch_size, 1), torch.zeros(batch_size, 1)
     w.optimizer_g.zero_grad()
-    gen_labels = Variable(torch.LongTensor(np.random.randint(0, 5, batch_size)))
+    gen_labels = Variable(LongTensor(np.random.randint(0, 5, batch_size)))
     gen_imgs = w.generator(gen_labels)
     validity, pred_label = classified(w.discriminator, gen_imgs)
     g_loss = 0.5 * (w.adversarial_loss(validity, valid) + w.auxiliary_loss(pred_label, gen_labels))

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from benchmarks.loops import World, loop
+from benchmarks.loops import World, edit, loop
 from benchmarks.loops.parts import SmallConvNet, images
 
 
@@ -43,7 +43,7 @@ class SAM(torch.optim.Optimizer):
             for p in group["params"]:
                 if p.grad is None:
                     continue
-                p.data = self.state[p]["old_p"]
+                self._put_back(p)
         self.base_optimizer.step()
         if zero_grad:
             self.zero_grad()
@@ -55,6 +55,9 @@ class SAM(torch.optim.Optimizer):
         self.first_step(zero_grad=True)
         closure()
         self.second_step()
+
+    def _put_back(self, p: Tensor) -> None:
+        p.data = self.state[p]["old_p"]
 
     def _grad_norm(self) -> Tensor:
         shared_device = self.param_groups[0]["params"][0].device
@@ -69,6 +72,13 @@ class SAM(torch.optim.Optimizer):
             ),
             p=2,
         )
+
+
+class CopyingSAM(SAM):
+    """The edit: values are copied back."""
+
+    def _put_back(self, p: Tensor) -> None:
+        p.copy_(self.state[p]["old_p"])
 
 
 def disable_running_stats(model: nn.Module) -> None:
@@ -107,7 +117,9 @@ class Log:
         self.state["steps"] += loss.size(0)
         if self.step % 3 == 0:
             average = self.state["loss"] / self.state["steps"]
-            print(f"{self.step:3d} {average:12.4f} {100 * self.state['accuracy'] / self.state['steps']:10.2f} %", end="")
+            print(
+                f"{self.step:3d} {average:12.4f} {100 * self.state['accuracy'] / self.state['steps']:10.2f} %", end=""
+            )
         self.step += 1
 
 
@@ -131,10 +143,10 @@ class StepLR:
         return self.optimizer.param_groups[0]["lr"]
 
 
-def sam_world(adaptive: bool = False) -> Callable[[], World]:
+def sam_world(adaptive: bool = False, kind: type[SAM] = SAM) -> Callable[[], World]:
     def build() -> World:
         model = SmallConvNet(p=0.0)
-        optimizer = SAM(
+        optimizer = kind(
             model.parameters(), torch.optim.SGD, rho=2.0 if adaptive else 0.05, adaptive=adaptive, lr=0.1, momentum=0.9
         )
         return World(model=model, optimizer=optimizer, log=Log(), scheduler=StepLR(optimizer, 0.1, 10), epoch=0)
@@ -164,6 +176,9 @@ def next_epoch(w: World, returned: Any, number: int) -> None:
 SOURCE = {"kind": "SAM", "source": "davda54/sam example/train.py", "batch": images, "between": next_epoch}
 loop("SAM", build=sam_world(), **SOURCE)(sam_step)
 loop("ASAM", build=sam_world(adaptive=True), **SOURCE)(sam_step)
+COPY = "p.copy_(self.state[p]['old_p']) in place of p.data = ... in second_step"
+edit("SAM", COPY, build=sam_world(kind=CopyingSAM))(sam_step)
+edit("ASAM", COPY, build=sam_world(adaptive=True, kind=CopyingSAM))(sam_step)
 
 
 @loop("SAM by a closure", kind="SAM", source="davda54/sam README.md", build=sam_world(), batch=images)
@@ -180,13 +195,17 @@ def sam_closure(w: World, inputs: Tensor, targets: Tensor) -> Any:
     return loss
 
 
-class GSAM:
+edit("SAM by a closure", COPY, build=sam_world(kind=CopyingSAM))(sam_closure)
+
+
+class GSAM(torch.optim.Optimizer):
     """Gradients of here and of the worst point nearby, one taken apart along the other; `rho` follows the rate."""
 
     def __init__(self, base_optimizer: Any, model: nn.Module, alpha: float = 0.4) -> None:
+        super().__init__(model.parameters(), {"adaptive": False})
         self.base_optimizer, self.model, self.alpha = base_optimizer, model, alpha
+        self.param_groups = self.base_optimizer.param_groups
         self.rho_t, self.perturb_eps = 0.05, 1e-12
-        self.state: dict[Any, dict[str, Tensor]] = {p: {} for p in model.parameters()}
 
     @torch.no_grad()
     def update_rho_t(self, lr: float) -> float:

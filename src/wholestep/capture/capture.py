@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from types import FunctionType
 from typing import Any
@@ -40,6 +40,7 @@ from wholestep.capture import (
     switches,
     tree,
 )
+from wholestep.capture.arguments import argument_paths
 from wholestep.capture.collect import Collected, collect, foreign_state
 from wholestep.capture.discover import Reachable
 from wholestep.capture.functional import Functional
@@ -84,9 +85,10 @@ class Capture:
 
     `bindings` says where each slot of the graph (and each result) lives; `any_incoming_grad` are parameters whose
     gradient before the call does not matter, `cleared_late` those of them whose gradient is there until after a look
-    that may leave the graph; `initial_state` is optimizer state the first run starts from; `stepped`
-    are the optimizers whose `step()` the graph contains; `state` is what it leaves in their state besides tensors and
-    numbers, `empty_states` for which parameters it asks for state and leaves it empty; `written` the ids of the slots
+    that may leave the graph; `initial_state` is optimizer state the first run starts from; `flags_left` are the values
+    of `requires_grad` that the step leaves changed, and where; `stepped` are the optimizers whose `step()` the graph
+    contains; `state` is what it leaves in their state besides tensors and numbers, `empty_states` for which parameters
+    it asks for state and leaves it empty; `written` the ids of the slots
     it writes to; `trail` says which ops each call of a module made and where `pipe_split()` stood; `asked` are values
     that the step has looked at; `recording` is the Python around the graph, which is checked and done again at each
     call. One that `is_blank` has tensors without memory among its slots (`no_weights`) and cannot run.
@@ -102,6 +104,7 @@ class Capture:
     any_incoming_grad: tuple[torch.Tensor, ...]
     cleared_late: tuple[torch.Tensor, ...]
     initial_state: list[tuple[Optimizer, torch.Tensor, dict[str, Any]]]
+    flags_left: tuple[tuple[binding.Binding, bool], ...]
     stepped: tuple[Optimizer, ...]
     written: frozenset[str]
     spec: tree.Spec
@@ -147,6 +150,7 @@ class _Call:
     parameter_names: dict[int, str] = field(default_factory=dict)
     flags: dict[str, list[Any]] = field(default_factory=dict)
     lent_groups: dict[int, list[torch.Tensor]] = field(default_factory=dict)
+    flags_left: tuple[tuple[binding.Binding, bool], ...] = ()
     rates: list[Any] = field(default_factory=list[Any])
     """Learning rates that Python computes with, or that are no numbers."""
 
@@ -254,6 +258,7 @@ def _capture(call: _Call) -> Capture:
         any_incoming_grad=indifferent,
         cleared_late=tuple(p for p in indifferent if id(p) in call.session.looks.gradients_before),
         initial_state=_state_to_install(call),
+        flags_left=call.flags_left,
         stepped=tuple(call.session.stepped),
         written=frozenset(graph.updates),
         spec=tree.flatten((args, kwargs))[1],
@@ -416,6 +421,7 @@ def _traced_run(call: _Call, collected: list[Collected]) -> list[Any]:
         options.refuse_changes(lifted, call.found, call.flags, call.rates, asks_before=call.asks_before)
         if call.sizes is not None:
             call.sizes.settle()
+        call.flags_left = options.flags_left(lifted, call.bindings)
         result = collect(session, call.found, call.bindings, returned)
         collected.append(result)
         for parameter in session.parameters:
@@ -494,22 +500,6 @@ def _lift_arguments(call: _Call) -> tuple[tuple[Any, ...], dict[str, Any]]:
         twins.append(_lift(call, leaf, Slot(SlotKind.BATCH, path), binding.Argument(index), dynamic_dims))
     following = iter(twins)
     return tree.map_leaves(lambda _: next(following), (call.args, call.kwargs))
-
-
-def argument_paths(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[tuple[Any, ...]]:
-    """The way to each leaf of the arguments, as the recording spells it."""
-
-    def ways(value: Any, path: tuple[Any, ...]) -> Iterator[tuple[Any, ...]]:
-        parts = tree.opened(value)
-        if parts is None:
-            yield path
-            return
-        step = Step.ITEM if isinstance(value, (list, tuple, Mapping)) else Step.ATTRIBUTE
-        for key, child in zip(*parts, strict=True):
-            yield from ways(child, (*path, (step, key)))
-
-    root = Rooted(ARGUMENTS)
-    return [*ways(args, (root, (Step.ATTRIBUTE, "args"))), *ways(kwargs, (root, (Step.ATTRIBUTE, "kwargs")))]
 
 
 def _lift_gradients(call: _Call) -> None:

@@ -1,19 +1,23 @@
-"""What a step does to the options of its optimizers: learning rates may be set, flags and parameters may not."""
+"""What a step does to flags and options: it may set learning rates and `requires_grad`, not an optimizer's flags."""
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import torch
 from torch.optim import Optimizer
 
 from wholestep.capture import discover
+from wholestep.capture.binding import Binding
 from wholestep.capture.discover import Reachable
 from wholestep.capture.record import AsksBefore, participants
 from wholestep.capture.record.numbers import is_number, is_real
 from wholestep.capture.session import Lifted
 from wholestep.errors import CaptureError
+from wholestep.graph import SlotKind
+
+_OWNED = (SlotKind.PARAM, SlotKind.BATCH)
 
 
 def flags(optimizer: Optimizer) -> list[Any]:
@@ -53,9 +57,18 @@ def refuse_changes(
                 advice="Set it outside of the step, or write to the tensor that is there: group['lr'].fill_(value)",
             )
     for entry in lifted:
-        if isinstance(entry.real, torch.Tensor) and entry.twin.requires_grad is not entry.real.requires_grad:
+        if entry.slot.kind not in _OWNED and _has_other_flag(entry):
             raise CaptureError(
                 f"the step changes requires_grad of '{entry.slot.name}'",
-                advice="Freeze parameters outside the step; of other tensors make one of your own: "
-                "x = x.detach().requires_grad_()",
+                advice="Pass it as an argument, or make one of your own: x = x.detach().requires_grad_()",
             )
+
+
+def flags_left(lifted: Collection[Lifted], bindings: Mapping[str, Binding]) -> tuple[tuple[Binding, bool], ...]:
+    """Where the step leaves `requires_grad` of parameters and arguments otherwise than it was: it does so each time."""
+    changed = [entry for entry in lifted if entry.slot.kind in _OWNED and _has_other_flag(entry)]
+    return tuple((bindings[entry.slot.id], entry.twin.requires_grad) for entry in changed)
+
+
+def _has_other_flag(entry: Lifted) -> bool:
+    return isinstance(entry.real, torch.Tensor) and entry.twin.requires_grad is not entry.real.requires_grad

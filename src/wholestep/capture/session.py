@@ -270,7 +270,7 @@ class Session:
     def note_gradients(self) -> None:
         """Remember which node holds each parameter's gradient now (called after each backward)."""
         for lifted in self.parameters:
-            if not lifted.real.requires_grad:
+            if not (lifted.real.requires_grad or lifted.twin.requires_grad):
                 continue  # a gradient of before it was frozen: no backward adds to it, and ranks do not share it
             name = lifted.slot.name
             if lifted.twin.grad is None and name in self.zero_gradients:

@@ -17,8 +17,8 @@ from torch.optim import Optimizer
 
 from wholestep import _recording_torch, _torch, _waiting_torch
 from wholestep.capture import Capture, discover, tree
+from wholestep.capture.arguments import argument_paths
 from wholestep.capture.binding import Argument, AtPlace, Binding, BufferOf, DrawnTensor, FixedTensor, NumberOf, StateOf
-from wholestep.capture.capture import argument_paths
 from wholestep.capture.record import Contents, Difference, Watch
 from wholestep.capture.record.places import Step, find, is_plain, same, tensor_places
 from wholestep.capture.switches import GRAD_MODES, SWITCHES

@@ -142,6 +142,9 @@ class Specialization:
             optimizer.state[parameter]  # a defaultdict: to ask is to make
         for where, template in self.capture.state:
             where.write(template.fill(filling), call.leaves)
+        with _waiting_torch.past_traps():
+            for where, requires_grad in self.capture.flags_left:
+                where.read(call.leaves).requires_grad_(requires_grad)
         if recording.effects:
             recording.effects.perform(filling, is_quiet=is_quiet)
         recording.current.call = None

@@ -55,6 +55,7 @@ class World:
 
     tensors: list[tuple[torch.Tensor, torch.Tensor]]
     grads: list[tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]]
+    flags: list[tuple[torch.Tensor, bool]]
     buffers: list[tuple[dict[str, Any], dict[str, Any]]]
     states: list[tuple[Optimizer, dict[torch.Tensor, dict[str, Any]]]]
     rng: Any
@@ -65,7 +66,7 @@ class World:
         modules, optimizers = capture.found.modules.values(), capture.found.optimizers.values()
         submodules = [submodule for module in modules for submodule in module.modules()]
         held = list(parameters_of(capture))
-        owners = [*held, *(leaf for leaf in call.leaves if isinstance(leaf, torch.Tensor) and leaf.requires_grad)]
+        owners = [*held, *(leaf for leaf in call.leaves if isinstance(leaf, torch.Tensor))]
         held += [b for module in submodules for b in _torch.own_buffers(module).values() if b is not None]
         held += [leaf for leaf in call.leaves if isinstance(leaf, torch.Tensor)]
         held += [where.tensor for where in capture.bindings.values() if isinstance(where, FixedTensor)]
@@ -74,6 +75,7 @@ class World:
         return World(
             tensors=[(tensor, tensor.detach().clone()) for tensor in held],
             grads=[(p, p.grad, None if p.grad is None else p.grad.detach().clone()) for p in owners],
+            flags=[(p, p.requires_grad) for p in owners],
             buffers=[(_torch.own_buffers(module), dict(_torch.own_buffers(module))) for module in submodules],
             states=[(opt, {p: dict(entries) for p, entries in opt.state.items()}) for opt in optimizers],
             rng=rng_state(),
@@ -89,6 +91,8 @@ class World:
                 if grad is not None and value is not None:
                     grad.copy_(value)
                 parameter.grad = grad
+        for tensor, requires_grad in self.flags:
+            tensor.requires_grad_(requires_grad)
         for own, entries in self.buffers:
             own.clear()
             own.update(entries)
@@ -114,7 +118,7 @@ def observe(capture: Capture, call: Call, returned: Any, outside: Iterable[Outsi
     for slot in capture.graph.slots.values():
         value = capture.bindings[slot.id].read(call.leaves)
         seen[slot.id] = value
-        if slot.kind in (SlotKind.PARAM, SlotKind.BATCH) and value.requires_grad:
+        if slot.kind in (SlotKind.PARAM, SlotKind.BATCH) and (value.requires_grad or value.grad is not None):
             seen[f"grad.{slot.name}"] = value.grad
     seen |= _module_values(capture) | _optimizer_values(capture)
     leaves, _ = tree.flatten(returned)

@@ -642,12 +642,6 @@ def makes_the_rate_a_tensor(model: SmallNet, optimizer: Optimizer, features: Ten
     return loss
 
 
-def stays_frozen(model: SmallNet, optimizer: Optimizer, features: Tensor, targets: Tensor) -> Tensor:
-    loss = mse_step(model, optimizer, features, targets)
-    model.second.requires_grad_(False)
-    return loss
-
-
 def forgets_its_state(model: SmallNet, optimizer: Optimizer, features: Tensor, targets: Tensor) -> Tensor:
     loss = mse_step(model, optimizer, features, targets)
     optimizer.state.clear()
@@ -664,7 +658,6 @@ def replaces_a_parameter(model: SmallNet, optimizer: Optimizer, features: Tensor
     ("step", "message"),
     [
         (makes_the_rate_a_tensor, "the step gives optimizer (SGD) a learning rate that is no plain number"),
-        (stays_frozen, "the step changes requires_grad of 'second.weight'. Freeze parameters outside the step"),
         (forgets_its_state, "the step removes state of optimizer. Reset optimizer state outside the step"),
         (replaces_a_parameter, "the step replaces parameter 'first.weight'"),
     ],

@@ -173,8 +173,6 @@ _CONDITIONAL = (
     "POP_JUMP_BACKWARD_IF_FALSE",
 )
 
-REMAINDER = (6, 19)
-"""How `%` and `%=` are numbered."""
 _HAS_SPEC = 4
 """The bit of FORMAT_VALUE that says that what comes after the colon lies on top of the value."""
 _HAS_CONVERSION = 3
