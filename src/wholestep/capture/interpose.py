@@ -323,10 +323,11 @@ def _traced_backward(session: Session) -> Callable[..., None]:
 
     def backward(tensors: torch.Tensor | Sequence[torch.Tensor], *args: Any, **kwargs: Any) -> None:
         roots = [tensor.grad_fn for tensor in ([tensors] if isinstance(tensors, torch.Tensor) else tensors)]
-        for leaf in _autograd_torch.accumulate_grad_variables(roots):
+        leaves = list(_autograd_torch.accumulate_grad_variables(roots))
+        for leaf in leaves:
             if not _torch.is_traced(leaf):
                 session.adopt(leaf)
-        session.freeze_incoming_gradients()
+        session.own_gradients(leaves)
         _autograd_torch.use_derivatives_of_eager(roots)
         _autograd_torch.link_backward([root for root in roots if root is not None])
         with session.in_phase(Phase.BACKWARD):
@@ -418,7 +419,6 @@ def _optimizer_hooks(session: Session, stack: contextlib.ExitStack) -> list[Any]
     def enter(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if not session.is_here():
             return None
-        session.freeze_incoming_gradients()
         closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
         if closure is None:
             session.note_optimizer_step(optimizer)

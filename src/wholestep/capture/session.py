@@ -6,7 +6,7 @@ import contextlib
 import functools
 import re
 import threading
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -121,7 +121,8 @@ class Session:
     fixed_answers: frozenset[int] = frozenset()
     """Which of the questions torch must have a plain number for."""
     _numbers_in_state: dict[fx.Node, Number] = field(default_factory=dict[fx.Node, Number])
-    _incoming_frozen: bool = False
+    _own_gradients: set[int] = field(default_factory=set)
+    """Twins whose gradient is the step's own by now, though it may have been added to the one from before."""
     _clearing: bool = False
     _last_annotated: fx.Node | None = None
     _has_trail: list[bool] = field(default_factory=list[bool])
@@ -295,23 +296,25 @@ class Session:
 
     def note_grad_read(self, twin: torch.Tensor) -> None:
         """The step looks at `.grad`; before the first backward that makes the gradient from outside an input."""
-        if not (self._incoming_frozen or self._clearing or id(twin) in self.cleared_first):
+        if not (self._clearing or id(twin) in self._own_gradients | self.cleared_first):
             self.read_first.add(id(twin))
 
     @contextlib.contextmanager
     def clearing_gradients(self, parameters: Sequence[torch.Tensor]) -> Generator[None]:
         """`zero_grad` runs inside: looking at a gradient in order to clear it does not count as reading it."""
-        if not self._incoming_frozen:
-            self.cleared_first |= {id(self.twins.get(id(p), p)) for p in parameters} - self.read_first
+        self.cleared_first |= self._twin_ids(parameters) - self.read_first - self._own_gradients
         previous, self._clearing = self._clearing, True
         try:
             yield
         finally:
             self._clearing = previous
 
-    def freeze_incoming_gradients(self) -> None:
-        """From here on gradients are the step's own."""
-        self._incoming_frozen = True
+    def own_gradients(self, parameters: Iterable[torch.Tensor]) -> None:
+        """From now on these gradients are the step's own: a backward has added to them, or an update has used them."""
+        self._own_gradients |= self._twin_ids(parameters)
+
+    def _twin_ids(self, tensors: Iterable[torch.Tensor]) -> set[int]:
+        return {id(self.twins.get(id(tensor), tensor)) for tensor in tensors}
 
     def note_optimizer_step(self, optimizer: Optimizer) -> None:
         """Note which parameters `optimizer.step()` will update; refuses an optimizer that would update none."""
@@ -328,6 +331,7 @@ class Session:
                 advice="Pass the optimizer itself as an argument of the train step, not only what wraps it",
             )
         self.stepped.append(optimizer)
+        self.own_gradients(members)
         refuse_other_defaults(optimizer, self.defaults)
         updated = {id(p) for p in members if _torch.is_traced(p) and p.grad is not None}
         if not updated:

@@ -17,6 +17,7 @@ from __future__ import annotations
 import abc
 import builtins
 import collections
+import enum
 import functools
 import operator
 import types
@@ -278,7 +279,7 @@ def _builtin(recorder: Recorder, function: Any, args: tuple[Any, ...], kwargs: d
         recorder.follow_class(owner)
         if function.__name__ == "__subclasses__":
             return functools.partial(recorder.asked_again, function)
-    if isinstance(owner, type) or is_plain(owner) or isinstance(owner, torch.Tensor):
+    if isinstance(owner, type) or is_plain(owner) or isinstance(owner, (torch.Tensor, enum.Enum)):
         _give(recorder, args, kwargs)
         return function
     return _object_method(recorder, owner, function, args, kwargs)

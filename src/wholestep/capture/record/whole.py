@@ -17,6 +17,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from wholestep.capture.record.follow import is_followed_file
 from wholestep.capture.record.places import CONTAINERS, Expectation, Step, is_open, is_plain, slot_names, take
 from wholestep.capture.record.standins import is_number
 
@@ -102,6 +103,8 @@ def _parts_of_made(value: Any) -> Iterable[Any]:
         return [*value]
     if isinstance(value, slice):
         return [value.start, value.stop, value.step]
+    if _tells_itself(value):
+        return []
     if type(value) in _OTHER_PARTS:
         return [take(value, Step.ATTRIBUTE, name) for name in _OTHER_PARTS[type(value)]]
     if hasattr(type(value), "__next__") and not isinstance(type(value).__next__, FunctionType):
@@ -110,6 +113,14 @@ def _parts_of_made(value: Any) -> Iterable[Any]:
         return []
     names = slot_names(type(value))
     return [*getattr(value, "__dict__", {}).values(), *(take(value, Step.ATTRIBUTE, name) for name in names)]
+
+
+def _tells_itself(value: Any) -> bool:
+    """Whether a method or partial can only be called, by code of C, and leads to a function that is followed then."""
+    while type(value) is functools.partial:
+        value = value.func
+    function = value.__func__ if type(value) is MethodType else value
+    return isinstance(function, FunctionType) and is_followed_file(function.__code__.co_filename)
 
 
 def expect_content(recorder: Recorder, array: np.ndarray[Any, Any]) -> None:
