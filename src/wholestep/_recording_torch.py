@@ -26,6 +26,7 @@ from torch._dynamo import eval_frame as _compiling
 from torch._dynamo.guards import GuardManagerType
 from torch._dynamo.types import ConvertFrameReturn, FrameAction, FrameExecStrategy
 from torch.fx.experimental.proxy_tensor import _MakefxTracer
+from torch.nn.modules import activation
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
 from wholestep._threads import only_where
@@ -53,6 +54,32 @@ def no_other_trace(refuse: Callable[[], None], is_here: Callable[[], bool]) -> G
     chosen = only_where(is_here, trace, _MakefxTracer.trace)
     with mock.patch.object(_MakefxTracer, "trace", chosen):
         yield
+
+
+@contextlib.contextmanager
+def fast_paths(is_here: Callable[[], bool]) -> Generator[None]:
+    """Let torch's layers take the fast paths that eager takes: they ask first whether somebody looks on.
+
+    Attention and transformer layers do, where no gradient is asked for; the other path rounds otherwise, and gives
+    other values for padding.
+    """
+
+    def is_overridden(tensors: Iterable[Any]) -> bool:
+        own = [getattr(type(tensor), "__torch_function__", None) for tensor in tensors]
+        return any(how not in (None, torch.Tensor.__torch_function__, _NOT_OVERRIDDEN) for how in own)
+
+    asked = only_where(is_here, is_overridden, torch.overrides.has_torch_function)
+    traced = only_where(is_here, lambda: False, activation._is_make_fx_tracing)
+    with (
+        mock.patch.object(torch.overrides, "has_torch_function", asked),
+        mock.patch.object(activation, "_is_make_fx_tracing", traced),
+    ):
+        yield
+
+
+_NOT_OVERRIDDEN = torch._C._disabled_torch_function_impl
+NESTED = frozenset([torch._nested_tensor_from_mask])
+"""What gives a nested tensor of tensors that are none."""
 
 
 @contextlib.contextmanager

@@ -186,6 +186,11 @@ def to_functional(tensor: torch.Tensor) -> torch.Tensor:
     return FunctionalTensor.to_functional(tensor)
 
 
+def is_functionalising() -> bool:
+    """Whether operators that are called now are functionalised: not inside of the tracing of one."""
+    return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FUNCTIONAL) is not None
+
+
 def take_data(tensor: torch.Tensor, value: torch.Tensor) -> None:
     """`tensor.data = value` of two functional tensors: from now on they are in one memory."""
     cast(Any, tensor).elem = cast(Any, value).elem

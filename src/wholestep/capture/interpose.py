@@ -73,6 +73,8 @@ class Interposer(TorchFunctionMode):
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         session = self.session
+        if not _torch.is_functionalising():  # torch looks at tensors inside an operator that C++ has called
+            return func(*args, **(kwargs or {}))
         if session.recorder.is_drawing:
             session.recorder.refuse(f"uses torch ({func.__name__}) in a function that draws", "Draw with torch")
         line = source.current_line()
@@ -115,6 +117,11 @@ class Interposer(TorchFunctionMode):
             return self._call(func, args, kwargs)
 
     def _call(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if func in _recording_torch.NESTED:
+            self.session.recorder.refuse(
+                "makes a nested tensor, which cannot be traced",
+                "Make the layer with enable_nested_tensor=False (torch.nn.TransformerEncoder)",
+            )
         if func in fused.FUNCTIONS:
             return fused.call(self.session, func, args, kwargs)
         if indexing.fills_where(func, args):
@@ -288,6 +295,8 @@ def interposed(session: Session, module_names: dict[int, str]) -> Generator[None
         _replaced(session, Optimizer, "zero_grad", _traced_zero_grad(session, Optimizer.zero_grad)),
         _replaced(session, nn.Module, "zero_grad", _traced_zero_grad(session, nn.Module.zero_grad)),
         _replaced(session, ReduceLROnPlateau, "step", _refuse_scheduler),
+        _recording_torch.fast_paths(session.is_here),
+        _replaced(session, torch.inference_mode, "__enter__", _enter_inference_mode(torch.inference_mode.__enter__)),
         _replaced(session, saved_tensors_hooks, "__enter__", _enter_saved_tensors_hooks),
         _replaced(session, saved_tensors_hooks, "__exit__", _nothing),
         mock.patch.object(_torch.FunctionalTensor, "tolist", _tolist(session)),
@@ -373,6 +382,18 @@ def _refuse_scheduler(*_: Any, **__: Any) -> None:
         location=source.current_location(),
         advice="Return the value and call scheduler.step(value) after the compiled step",
     )
+
+
+def _enter_inference_mode(original: Callable[..., None]) -> Callable[..., None]:
+    """Inference mode computes what `no_grad` does; what a trace makes is no memory that could be told apart."""
+
+    def enter(block: Any) -> None:
+        if not block.mode:
+            return original(block)
+        block._inference_mode_context = torch.no_grad()
+        return block._inference_mode_context.__enter__()
+
+    return enter
 
 
 def _enter_saved_tensors_hooks(hooks: saved_tensors_hooks) -> None:

@@ -45,6 +45,7 @@ from wholestep.capture.record import (
     texts,
     whole,
 )
+from wholestep.capture.record.again import AsksBefore
 from wholestep.capture.record.caches import cached_call
 from wholestep.capture.record.places import CONTAINERS, Step, is_open, is_plain
 
@@ -114,6 +115,8 @@ def choose(recorder: Recorder, function: Any, args: tuple[Any, ...], kwargs: dic
         if type(found) is types.MethodType:  # of `WeakMethod`, which makes a new one each time
             recorder.read_bound(found)
         return function
+    if kind is np.ufunc and any(type(arg) is torch.SymFloat for arg in args):
+        raise AsksBefore  # a rate: NumPy knows no symbols
     recorder.follow_operators(function)
     classes.read_from_class(recorder, kind, "__call__")
     _give(recorder, args, kwargs)
