@@ -8,6 +8,8 @@ them (`validate_args`, `error_if_nonfinite`, a gradient scaler), and so do users
     with nothing but an error      `if loss > 1e4: raise ...`, `assert loss < 1e4`: read off the bytecode
     at what is drawn alone         `torch.rand([]) < 0.1` (LayerDrop)
     at the scale of a scaler       `scaler.get_scale() < scale_before`: whether the update was skipped
+
+Where a mask has its elements (`for expert in (counts > 0).nonzero()`) is asked as well: mostly it is the same places.
 """
 
 from __future__ import annotations
@@ -120,6 +122,23 @@ def _origin(node: fx.Node) -> fx.Node:
     while node.target in _HANDED_ON:
         node = node.all_input_nodes[-1]
     return node
+
+
+def is_position(node: fx.Node) -> bool:
+    """Whether a value depends on nothing but which elements of tensors are not zero."""
+    pending, seen, has_position = [node], set[fx.Node](), False
+    while pending:
+        current = pending.pop()
+        if current in seen:
+            continue
+        seen.add(current)
+        if current.target is aten.nonzero.default:
+            has_position = True
+        elif current.op != "call_function" or not ops.is_pure(current.target):
+            return False
+        else:
+            pending += current.all_input_nodes
+    return has_position
 
 
 def is_handled() -> bool:

@@ -59,6 +59,10 @@ class Functional(_torch.FunctionalTensorMode):
         func = _SHARING.get(func, func)
         if is_asking(func) and not _torch.is_constant(args[0]) and self._session.can_answer(*args):
             return self._session.answer(func, args)
+        if func is torch.ops.aten._local_scalar_dense.default:  # as an index, which C++ asks for
+            position = self._session.looks.position(args[0])
+            if position is not None:
+                return position
         sizes = self._session.fake_mode.sizes
         # A tensor is only wrapped, or checked for whether it can be written to: no side is taken.
         with sizes.quiet() if sizes is not None and _sizes_torch.gives_tensors(func) else contextlib.nullcontext():

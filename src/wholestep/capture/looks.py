@@ -40,6 +40,8 @@ class Looks:
         self._session = session
         self._may_leave = may_leave
         self._numbers: dict[fx.Node, Number] = {}
+        self._positions: dict[fx.Node, Any] = {}
+        """Nodes that tell where a mask has its elements, and what they are in this call."""
         self._nodes: dict[str, fx.Node] = {}
         """The node behind each leaf of the late ledger."""
         self._certain: set[str] = set()
@@ -55,16 +57,43 @@ class Looks:
         late.is_handled = checks.is_handled
         session.recorder.number_in = self.number
 
-    def number(self, tensor: Any) -> Number | None:
-        """The number in a tensor of one element, for later; None if there is none, or if it is known now."""
+    def number(self, tensor: Any) -> Any:
+        """The number in a tensor of one element, for later; None if there is none, or if it is known now.
+
+        A plain one if it tells where a mask has its elements: the graph is to look whether it is the same.
+        """
         if not self._is_open(tensor) or tensor.numel() != 1:
             return None
+        position = self.position(tensor)
+        if position is not None:
+            return position
         node = self._session.node_of(tensor)
         if node not in self._numbers:
             made = self._session.recorder.late.number(*self._leaf(tensor, node, lambda value: value.item()))
             self._name(made, node)
             self._numbers[node] = made
         return self._numbers[node]
+
+    def position(self, tensor: Any) -> int | bool | None:
+        """What is asked of where a mask has its elements; None if it is asked of something else."""
+        if not self._may_leave or not self._is_open(tensor):
+            return None
+        node = self._session.node_of(tensor)
+        if not checks.is_position(node):
+            return None
+        if self._session.is_answerable(node):
+            with _recording_torch.untraced():
+                session = self._session
+                return session.questions.answer(session.tracer, _ITEM, (node,), session.reals())
+        if node not in self._positions:
+            value = self._positions[node] = self.preview.read(node, lambda value: value.item())
+
+            def check(tensors: Sequence[torch.Tensor]) -> None:
+                if tensors[0].item() != value:
+                    raise OtherOutcome
+
+            self._add(check, [node])
+        return self._positions[node]
 
     def list_of(self, tensor: Any) -> Any:
         """`tensor.tolist()` for later; None if that cannot be told now."""

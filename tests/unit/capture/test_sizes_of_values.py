@@ -3,10 +3,12 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from tests.twins import Twins, small_world
+from tests.twins import SmallNet, Twins, momentum, small_world, square_step
 from torch import Tensor, nn
 
 from wholestep import CaptureError
+from wholestep.capture import capture
+from wholestep.capture.blank import no_weights
 
 NUM_ROWS = 12
 COUNTS = (5, 0, 1, 7, NUM_ROWS, 2, 1, 0)
@@ -184,6 +186,96 @@ def test_another_course_for_a_size_that_the_step_computes() -> None:
         twins.step(features, mask, classes + offset)
     assert twins.num_captures == 2
     assert twins.compiled.num_eager_calls == 1
+
+
+class Experts(nn.Module):
+    """Rows go to the expert that a router chooses; only those are called that get any."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.router = nn.Linear(4, 3)
+        self.stacked = nn.Parameter(torch.randn(3, 4, 4))
+        self.named = nn.ModuleDict({f"expert_{number}": nn.Linear(4, 4) for number in range(3)})
+
+    def forward(self, features: Tensor) -> Tensor:
+        rows = features.reshape(-1, 4)
+        weights, chosen = self.router(rows).softmax(-1).max(-1)
+        chosen_by = F.one_hot(chosen, 3).t()
+        result = torch.zeros_like(rows)
+        for expert in (chosen_by.sum(-1) > 0).nonzero():
+            if expert == 3:
+                continue
+            [places] = torch.where(chosen_by[expert[0]])
+            out = self.named[f"expert_{expert[0]}"](rows[places]) @ self.stacked[expert[0]]
+            result.index_add_(0, places, out * weights[places, None])
+        return result
+
+
+def test_a_loop_over_the_experts_that_get_rows() -> None:
+    twins = Twins(small_world(Experts), square_step)
+    for seed in range(6):
+        features = batch(0, seed)[0]
+        twins.step(features if seed != 4 else features[:1, :1])  # too few for all
+    assert twins.num_captures <= 2, twins.reasons
+    assert twins.compiled.num_eager_calls <= 1
+
+
+def test_a_loop_over_the_places_of_a_mask_in_the_batch() -> None:
+    def loss(model: nn.Module, features: Tensor, mask: Tensor, classes: Tensor) -> Tensor:
+        out = model(features)
+        total = out.sum() * 0.0
+        for place in mask.any(0).nonzero():
+            total = total + out[:, int(place)].square().sum() * (place + 1)
+        return total.sum()
+
+    twins = trained(loss)
+    for seed, rows in enumerate([12, 12, 1, 12]):
+        twins.step(*batch(rows, seed))
+    assert twins.num_captures == 2
+
+
+def test_several_ranks_refuse_them() -> None:
+    twins = trained(cross_entropy)
+    world = twins.worlds[1]
+    with pytest.raises(CaptureError, match="size depends on values; on several ranks all run one graph"):
+        capture(twins.eager, (world.model, world.optimizer, *batch(3, 0)), {}, answers=False)
+
+
+def test_a_model_without_memory_refuses_them() -> None:
+    with no_weights():
+        model = SmallNet()
+        optimizer = momentum(model.parameters())
+        arguments = torch.zeros(3, 4, 4), torch.zeros(3, 4, dtype=torch.bool), torch.zeros(3, 4, dtype=torch.int64)
+    with pytest.raises(CaptureError, match="a model without memory has none"):
+        capture(trained(cross_entropy).eager, (model, optimizer, *arguments), {}, answers=True)
+
+
+@pytest.mark.slow
+def test_lowered_graphs_leave_them_outside() -> None:
+    twins = trained(cross_entropy, lower="inductor")
+    for seed, rows in enumerate([5, 0, 1, 7]):
+        values = [
+            step(world.model, world.optimizer, *batch(rows, seed))
+            for world, step in zip(twins.worlds, (twins.eager, twins.compiled), strict=True)
+        ]
+        torch.testing.assert_close(*values, equal_nan=True)
+        if rows == 0:
+            return
+
+
+def test_accumulation_and_verification() -> None:
+    def step(model: nn.Module, optimizer: torch.optim.Optimizer, *parts: tuple[Tensor, ...]) -> list[Tensor]:
+        optimizer.zero_grad()
+        losses = [cross_entropy(model, *part) / len(parts) for part in parts]
+        for loss in losses:
+            loss.backward()
+        optimizer.step()
+        return losses
+
+    twins = Twins(small_world(), step, verify=2)
+    for seed, rows in enumerate([3, 1, 6, 12]):
+        twins.step(batch(rows, seed), batch(2, seed + 9), batch(rows, seed + 20))
+    assert twins.num_captures == 1, twins.reasons
 
 
 def test_what_the_step_returns_may_have_such_a_size() -> None:

@@ -109,7 +109,9 @@ def _all_settled(value: Any) -> Any:
 def of_tensor(recorder: Recorder, function: Any, tensor: torch.Tensor, **kwargs: Any) -> Any:
     """`float(loss)`, `math.exp(loss)`."""
     number = recorder.number_in(tensor)
-    return function(tensor, **kwargs) if number is None else numbers.called(function, (number,), kwargs)
+    if type(number) is not numbers.Number:
+        return function(tensor if number is None else number, **kwargs)
+    return numbers.called(function, (number,), kwargs)
 
 
 def compute(function: Any, *args: Any, **kwargs: Any) -> Any:

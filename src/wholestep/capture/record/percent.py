@@ -57,7 +57,8 @@ class Percent:
     def _late(self, value: Any) -> Number | None:
         if type(value) is Number:
             return value if _is_put_in_later(self._recorder, value) else None
-        return self._recorder.number_in(value) if _torch.is_traced(value) else None
+        number = self._recorder.number_in(value) if _torch.is_traced(value) else None
+        return number if type(number) is Number else None
 
 
 def formatting(recorder: Recorder, text: str, values: Any) -> Any:

@@ -62,7 +62,7 @@ class Recorder:
         self.thread = threading.get_ident()
         self.ledger = Ledger()
         self.late = LateLedger(_taken=self.ledger._taken)  # pyright: ignore[reportPrivateUsage]
-        self.number_in: Callable[[torch.Tensor], Number | None] = lambda tensor: None
+        self.number_in: Callable[[torch.Tensor], Any] = lambda tensor: None
         """The number that a traced tensor holds, for Python to compute with."""
         self.roots: list[Place] = []
         self.followers = Followers()
