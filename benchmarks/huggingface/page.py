@@ -10,18 +10,20 @@ from benchmarks.huggingface.trial import Row
 
 _INTRODUCTION = """# Hugging Face models
 
-Made by `python -m benchmarks.huggingface` with {version}, on the CPU in float32. Do not edit.
+Made by `python -m benchmarks.huggingface` with {version},
+on the CPU in float32. Do not edit.
 
 For each type of model that `transformers` has, the first class of its tasks that it has (a causal or masked language
 model, a classifier, a detector, ...) is built from a small configuration, with dropout and whatever else its
-configuration says, in training mode. Its step, forward with labels, backward and `AdamW`, runs {steps} times on as many
-batches in eager and compiled. What it returns, parameters, buffers, gradients, optimizer state, generators and the
-model's own attributes are compared after each step:
+configuration says, in training mode. Its step runs {steps} times in eager and compiled, on another batch each time:
+forward with labels, backward from the loss (the mean of an output where a model has none), `AdamW`. What it returns,
+parameters, buffers, gradients, optimizer state, generators and the model's own attributes are compared after each step:
 
 - *bitwise*: equal in every bit, at every step;
 - *close*: equal within rounding;
 - *wrong*: anything else that differs;
-- *refused*: `CaptureError`, with the line and what to change.
+- *refused*: `CaptureError`, with the line and what to change;
+- *in eager*: so many of the steps left the graph and ran as they are ([checks](limits.md#checks-of-values)).
 
 Beside it stands whether `torch.compile(model, fullgraph=True, backend="aot_eager")` takes the same model in the same
 run, forward and backward; its values are not compared.
@@ -31,7 +33,9 @@ run, forward and backward; its values are not compared.
 {counts}
 
 *Held back* is a fifth of the classes, drawn by a hash of their names, which nobody looked at while causes of refusals
-were worked on. {not_measured}
+were worked on.
+
+{not_measured}
 """
 
 
@@ -42,7 +46,7 @@ def page(rows: Iterable[Row], version: str, num_steps: int, num_missing: int = 0
     unbuilt = [row for row in rows if row.outcome == "unbuilt"]
     held = [row for row in measured if is_held_back(row.name)]
     counts = "\n".join(_counts(*group) for group in (("all", measured), ("of them held back", held)))
-    missing = f" {num_missing} more classes have not been tried: those here are the first of a drawn order." * bool(
+    missing = f"\n{num_missing} more classes have not been tried: those here are the first of a drawn order." * bool(
         num_missing
     )
     not_measured = (
@@ -74,7 +78,7 @@ def _causes(rows: list[Row]) -> str:
 
 def _line(row: Row) -> str:
     upstream = "runs" if row.upstream == "runs" else f"fails: {_plain(row.upstream)[:120]}" if row.upstream else ""
-    eager = f", {row.eager_calls} steps in eager" if row.eager_calls else ""
+    eager = f", {row.eager_calls} in eager" if row.eager_calls else ""
     return f"| `{row.name}` | {row.outcome}{eager} | {row.captures} | {upstream} |"
 
 

@@ -106,7 +106,8 @@ def _upstream(found: Found) -> str:
             compiled = torch.compile(own.model, fullgraph=True, backend="aot_eager")
             step(compiled, own.optimizer, found.batch(0))
     except Exception as error:
-        return f"{type(error).__name__}: {_first_line(str(error))}"
+        lines = [line for line in str(error).splitlines() if line and not line.endswith("raised:")]
+        return f"{type(error).__name__}: {_first_line(lines[0] if lines else '')}"
     return "runs"
 
 

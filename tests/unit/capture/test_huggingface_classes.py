@@ -11,6 +11,7 @@ from benchmarks.huggingface import classes, families, trial
 CLASSES = [
     "MixtralForCausalLM",  # grouped products in float32
     "DebertaForMaskedLM",  # functions under torch.jit.script
+    "Wav2Vec2ForCTC",  # masks of spans drawn by NumPy, boolean masks, CTC
     "Qwen2VLForConditionalGeneration",
     "MobileNetV2ForImageClassification",
 ]
