@@ -152,7 +152,7 @@ def _collect_outputs(
         for owner, key, value in _python_in_state(session, optimizer)
     ]
     late = _late_numbers(recorder, templates, computed)
-    recorder.needed = templates.numbers | recorder.late.imported
+    recorder.needed = templates.numbers | recorder.late.imported.keys()
     result = Collected(outputs, effects, [], len(values), late=late, state=state)
     for value in values:
         result.add(value)

@@ -256,3 +256,27 @@ def step(world, features, targets):
         return
     with pytest.raises(wholestep.CaptureError, match=r"tried.py:6: .* only known when the step runs"):
         wholestep.compile(names["step"])(small_world()(), X, Y)
+
+
+def test_numbers_of_arguments_with_numbers_that_change() -> None:
+    """What the arguments alone decide is certain; the number that it is computed with is not."""
+
+    def step(world: World, features: Any, targets: Any) -> Any:
+        count = (targets > 0).sum().item()
+        world.norm = 0.9 * world.norm + 0.1 * max(count, 1)
+        world.optimizer.zero_grad()
+        loss = (world.model(features) - targets).square().sum() / world.norm
+        if count + world.norm > 80:
+            loss = loss * 2
+        loss.backward()
+        world.optimizer.step()
+        return loss
+
+    def build() -> World:
+        world = small_world()()
+        world.norm = 100.0
+        return world
+
+    twins = Twins(build, step, call=lambda world, step, *args: step(world, *args))
+    for seed in (0, 1, 0, 0, 1, 0):
+        twins.step(*pair(seed=seed))

@@ -21,7 +21,7 @@ from typing import Any, ClassVar
 import torch
 
 from wholestep import _recording_torch
-from wholestep.capture.record.numbers import Later, Ledger, Number, ledger_of, name_of
+from wholestep.capture.record.numbers import Later, Ledger, Number, ledger_of, name_of, settled
 from wholestep.capture.record.places import same
 from wholestep.capture.record.texts import marked
 
@@ -56,8 +56,8 @@ class LateLedger(Ledger):
     is_handled: Callable[[], bool] = lambda: False
     numbers: dict[str, Any] = field(default_factory=dict[str, Any])
     """The numbers of the running call that are known before the graph runs."""
-    imported: set[str] = field(default_factory=set[str])
-    """Names of those that lines here name."""
+    imported: dict[str, Number] = field(default_factory=dict[str, Number])
+    """Those that lines here name."""
     _texts: list[str] = field(default_factory=list[str])
     found: dict[str, Leaf] = field(default_factory=dict[str, Leaf])
 
@@ -108,7 +108,7 @@ class LateLedger(Ledger):
 
     def named(self, number: Number) -> str:
         if not ledger_of(number).is_late:
-            self.imported.add(name_of(number))
+            self.imported[name_of(number)] = number
         return name_of(number)
 
     def require_unhandled(self, *values: Any) -> None:
@@ -122,10 +122,13 @@ class LateLedger(Ledger):
     def assume(self, text: str, *values: Any, outcome: bool | None = None) -> None:
         """The trace goes on by an outcome: the graph is to look whether it is the same, as early as it can."""
         late = tuple(value for value in values if type(value) is Number and ledger_of(value).is_late)
-        if self.judge(late):
+        is_certain = self.judge(late)
+        code, numbers = self.slice_of([], [f"assume({text})"]), self.numbers
+        if is_certain:  # of what the graph computes: of numbers that it is computed with, nobody has said so yet
+            for name in code.early:
+                settled(self.imported[name])
             return
         super().assume(text)
-        code, numbers = self.slice_of([], [f"assume({text})"]), self.numbers
         self.require(lambda tensors: code.run(tensors, numbers), code.leaves, outcome)
 
     def slice_of(self, wanted: Iterable[str], assumptions: Iterable[str] = ()) -> Code:
@@ -139,7 +142,7 @@ class LateLedger(Ledger):
                 lines.append(line)
         leaves = tuple(name for name in self.found if name in needed)
         lists = frozenset(name for name in leaves if self.found[name].is_list)
-        early = tuple(sorted(self.imported & needed))
+        early = tuple(sorted(self.imported.keys() & needed))
         return Code((*reversed(lines), *assumptions), leaves, lists, early, dict(self.constants), wanted)
 
 
@@ -165,7 +168,7 @@ class Code:
     ) -> None:
         self.leaves = leaves
         self._lists = lists
-        self._early = early
+        self.early = early
         returned = ", ".join(f"{name!r}: {name}" for name in wanted)
         parameters = ", ".join((*leaves, *early))
         body = [f"    {line}" for line in (*lines, f"return {{{returned}}}")]
@@ -177,7 +180,7 @@ class Code:
     def run(self, tensors: Sequence[torch.Tensor], numbers: Mapping[str, Any]) -> dict[str, Any]:
         """The wanted numbers; raises `OtherOutcome` if an assumption does not hold."""
         is_list = [name in self._lists for name in self.leaves]
-        return self._run(*_transferred(tensors, is_list), *[numbers[name] for name in self._early])
+        return self._run(*_transferred(tensors, is_list), *[numbers[name] for name in self.early])
 
 
 def _assume(holds: Any) -> None:
