@@ -181,6 +181,8 @@ def _stack_after(stack: list[bool], instruction: Instruction, *, is_jump: bool) 
     effect = dis.stack_effect(
         instruction.opcode, arg if instruction.opcode >= dis.HAVE_ARGUMENT else None, jump=is_jump
     )
+    if name == "CALL_FUNCTION_EX":  # whose result may lie where its empty place was
+        return [*stack[: effect - 1], False]
     return [*stack, *[False] * effect] if effect >= 0 else stack[:effect]
 
 

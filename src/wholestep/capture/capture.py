@@ -60,6 +60,7 @@ from wholestep.capture.record import (
     Recorder,
     Recording,
     Template,
+    Unimported,
     Unseen,
     Unsymbolic,
     listening,
@@ -328,6 +329,9 @@ def _trace_until_complete(call: _Call) -> tuple[_Call, fx.GraphModule, Collected
             call = call.again(numbers=numbers, fixed=fixed)
         except HasSizes as error:
             call = call.again(pretends=error.pretends)
+        except Unimported as error:
+            error.load()
+            call = call.again()
         except AsksBefore as error:
             if call.asks_before:
                 raise CaptureError(
@@ -348,15 +352,13 @@ def _trace_until_complete(call: _Call) -> tuple[_Call, fx.GraphModule, Collected
         except CaptureError:
             if call.pretends:
                 call = call.again(pretends=False)
-                continue
-            if call.recorder.late.has_early_texts and not call.settles_texts:
+            elif call.recorder.late.has_early_texts and not call.settles_texts:
                 # Somebody may have looked into one, or an error may show one.
                 call = call.again(settles_texts=True)
-                continue
-            if not call.numbers:
+            elif call.numbers:  # somebody takes nothing but real numbers: each value is a capture then
+                call = call.again(numbers=())
+            else:
                 raise
-            # Somebody takes nothing but real numbers: each value is a capture then.
-            call = call.again(numbers=())
 
 
 def _fixed(path: tuple[Any, ...]) -> tuple[Any, ...]:

@@ -2,6 +2,7 @@
 
 from wholestep.capture.record.again import AsksBefore, DrawsWhole, HasSizes, Missed, Raises, Unsymbolic
 from wholestep.capture.record.guard import Difference, ReadGuard
+from wholestep.capture.record.imports import Unimported
 from wholestep.capture.record.late import OtherOutcome
 from wholestep.capture.record.listen import listening
 from wholestep.capture.record.net import Unseen
@@ -30,6 +31,7 @@ __all__ = [
     "Recorder",
     "Recording",
     "Template",
+    "Unimported",
     "Unseen",
     "Unsymbolic",
     "Watch",

@@ -19,6 +19,7 @@ import builtins
 import collections
 import enum
 import functools
+import importlib
 import operator
 import types
 import typing
@@ -47,6 +48,7 @@ from wholestep.capture.record import (
 )
 from wholestep.capture.record.again import AsksBefore
 from wholestep.capture.record.caches import cached_call
+from wholestep.capture.record.imports import require_loaded
 from wholestep.capture.record.places import CONTAINERS, Step, is_open, is_plain
 
 if TYPE_CHECKING:
@@ -506,8 +508,16 @@ def _isinstance(recorder: Recorder, function: Any, args: tuple[Any, ...], _kwarg
     for cls in args[1] if isinstance(args[1], tuple) else typing.get_args(args[1]) or (args[1],):
         if getattr(cls, "_is_protocol", False):
             classes.read_protocol(recorder, args[0], cls)
-    if recorder.place_of(args[0]) is not None and type(args[1]) is abc.ABCMeta:  # to which classes may be added
+    if recorder.place_of(args[0]) is None or type(args[1]) is not abc.ABCMeta:  # to which classes may be added
+        return function
+    if args[0].__class__ is not type(args[0]):
         return functools.partial(recorder.asked_again, function)
+    # The type decides, and is guarded where the object was found. The object itself may be the copy of an argument.
+    return lambda one, cls: recorder.asked_again(issubclass, type(one), cls)
+
+
+def _imports(_recorder: Recorder, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    require_loaded(*args, **kwargs)
     return function
 
 
@@ -564,6 +574,7 @@ BUILTINS: dict[Any, Handler] = {
     nn.Module.train: simple_calls.train,
     nn.Module.eval: simple_calls.train,
     isinstance: _isinstance,
+    importlib.import_module: _imports,
     issubclass: _is_subclass,
     callable: _quiet,
     super: _quiet,

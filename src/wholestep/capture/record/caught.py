@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from wholestep.capture import source
 from wholestep.capture.record.again import AsksBefore, DrawsWhole, Missed, Unsymbolic
+from wholestep.capture.record.imports import Unimported
 from wholestep.capture.record.net import Unseen
 from wholestep.errors import CaptureError
 
-_OF_THE_TRACE = (CaptureError, Missed, Unsymbolic, AsksBefore, DrawsWhole, Unseen)
+_OF_THE_TRACE = (CaptureError, Missed, Unsymbolic, AsksBefore, DrawsWhole, Unseen, Unimported)
 
 
 class Caught:

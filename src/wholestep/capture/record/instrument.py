@@ -71,7 +71,7 @@ _GLOBALS: dict[str, tuple[str, int]] = {
     "LOAD_NAME": ("global_name", 0),
     "STORE_GLOBAL": ("set_global", 1),
     "DELETE_GLOBAL": ("delete_global", 0),
-    "IMPORT_NAME": ("imported", 0),
+    "IMPORT_NAME": ("imported", 2),
 }
 _CELLS: dict[str, tuple[str, int]] = {
     "LOAD_DEREF": ("cell", 0),

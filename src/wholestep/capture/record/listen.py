@@ -23,6 +23,7 @@ from wholestep.capture.record import classes, drawing, net, percent, reads, stan
 from wholestep.capture.record.again import AsksBefore
 from wholestep.capture.record.calls import choose
 from wholestep.capture.record.follow import Followers
+from wholestep.capture.record.imports import require_loaded
 from wholestep.capture.record.instrument import Hooks, Instrumenter
 from wholestep.capture.record.numbers import Number, Table
 from wholestep.capture.record.places import CONTAINERS, PLAIN_TYPES, is_plain
@@ -273,7 +274,8 @@ def _global_name(recorder: Recorder, name: str) -> None:
 
 
 @_hook(0)
-def _imported(recorder: Recorder, name: str) -> None:
+def _imported(recorder: Recorder, level: int, members: tuple[str, ...] | None, name: str) -> None:
+    require_loaded("." * level + name, _caller_globals().get("__package__"), tuple(members or ()))
     reads.read_module(recorder, name)
 
 
