@@ -48,7 +48,7 @@ from wholestep.capture.interpose import interposed, others_waiting
 from wholestep.capture.layouts import new_fake_mode
 from wholestep.capture.leftovers import HandedOut
 from wholestep.capture.looks import Looks
-from wholestep.capture.optimizer_state import State, initial_state
+from wholestep.capture.optimizer_state import State, state_before
 from wholestep.capture.questions import Answers, Asked, Questions
 from wholestep.capture.record import (
     AsksBefore,
@@ -284,7 +284,7 @@ def _tensors(found: Reachable, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
 def _trace(call: _Call) -> tuple[_Call, fx.GraphModule, Collected]:
     """Trace one call; whatever the step raises becomes a `CaptureError`."""
     function, found = call.function, call.found
-    call.states = {name: {**initial_state(opt), **opt.state} for name, opt in found.optimizers.items()}
+    call.states, call.session.made_of_rates = state_before(found.optimizers)
     call.flags = {name: options.flags(opt) for name, opt in found.optimizers.items()}
     collected: list[Collected] = []
     try:
@@ -415,6 +415,7 @@ def _traced_run(call: _Call, collected: list[Collected]) -> list[Any]:
         stack.callback(call.recorder.restore)
         with interposed(session, names), listening(call.recorder):
             function = choose(call.recorder, call.function, args, kwargs)
+            session.note_rates(call.found.optimizers.values())
             with switches.left_alone():
                 returned = function(*args, **kwargs)
             call.recorder.caught.require_none()

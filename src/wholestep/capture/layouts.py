@@ -44,6 +44,10 @@ class TrueLayouts(_torch.FakeTensorMode):
         self.sizes: Any = None
         """What finds out about sizes that values decide, in a trace that has such."""
 
+    @property
+    def _is_trying(self) -> bool:
+        return self.sizes is not None and self.sizes.is_trying
+
     @contextlib.contextmanager
     def in_place(self, func: Any, tensor: torch.Tensor) -> Generator[None]:
         """An in-place operator on `tensor` is traced inside: the function it becomes keeps the layout of the tensor.
@@ -76,7 +80,9 @@ class TrueLayouts(_torch.FakeTensorMode):
             if self.sizes is not None and self.sizes.is_quiet:
                 raise
             return self._from_kernel(func, args, kwargs or {}, error)
-        tensors = list(tensors_in((args, kwargs or {}, result))) if chooses_layout(func) else []
+        # Views are right where they are used; of a size that is tried, torch may promise another stride if it is 1.
+        is_asked = chooses_layout(func) or (self._is_trying and func.is_view)
+        tensors = list(tensors_in((args, kwargs or {}, result))) if is_asked else []
         if all(map(_is_plain, tensors)) or not all(tensor.layout is torch.strided for tensor in tensors):
             return result
         result = self._as_kernels_do(func, args, kwargs or {}, result)
@@ -98,6 +104,7 @@ class TrueLayouts(_torch.FakeTensorMode):
             type(error) not in (RuntimeError, ZeroDivisionError)
             or not chooses_layout(func)
             or any(map(_may_be_note, inputs))
+            or (self._is_trying and any(map(_is_empty, inputs)))
         ):
             raise error
         if self._max_bytes is not None and sum(map(_num_bytes, inputs)) > self._max_bytes:
@@ -130,7 +137,7 @@ class TrueLayouts(_torch.FakeTensorMode):
 
     def _real_strides(self, func: Any, args: Any, kwargs: Any) -> list[tuple[int, ...]]:
         inputs = list(tensors_in((args, kwargs)))
-        if any(map(_may_be_note, inputs)):
+        if any(map(_may_be_note, inputs)) or any(map(_is_empty, inputs)):
             return []
         if self._max_bytes is not None and sum(map(_num_bytes, inputs)) > self._max_bytes:
             return []
@@ -215,6 +222,14 @@ def _may_be_note(fake: torch.Tensor) -> bool:
     return fake.dtype is torch.uint8 or (is_number and fake.device.type != "cpu")
 
 
+def _is_empty(fake: torch.Tensor) -> bool:
+    """Whether a tensor has no elements: some kernels divide by sizes, which ends the process.
+
+    Eager asks them nothing then, as what chooses between kernels takes another one.
+    """
+    return 0 in _hints(fake.shape)
+
+
 def _num_bytes(fake: torch.Tensor) -> int:
     return _torch.optimization_hint(fake.numel()) * fake.element_size()
 
@@ -241,11 +256,14 @@ def new_fake_mode(*, is_imagined: bool = True, env: _torch.ShapeEnv | None = Non
     """A fake mode with symbolic shapes; real tensors it meets (constants made inside the step) are faked on the fly.
 
     `capture_scalar_outputs` is what lets the optimizer's `step.item()` become a symbolic number instead of an error.
-    With an `env` of its own, sizes that values decide may be symbols (`sizes`). With `is_imagined`, no real step will
-    ever run with such tensors: kernels are asked about small ones only.
+    With an `env` of its own, sizes that values decide may be symbols (`sizes`): torch remembers no results then, as one
+    that was found for many rows would be taken for that of this call. With `is_imagined`, no real step will ever run
+    with such tensors: kernels are asked about small ones only.
     """
-    return TrueLayouts(
+    mode = TrueLayouts(
         max_bytes=_MAX_IMAGINED_BYTES if is_imagined else None,
         shape_env=env or _torch.ShapeEnv(allow_scalar_outputs=True, allow_dynamic_output_shape_ops=False),
         allow_non_fake_inputs=True,
     )
+    mode.cache_enabled = env is None and mode.cache_enabled
+    return mode

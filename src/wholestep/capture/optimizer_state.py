@@ -9,6 +9,7 @@ first call is captured as it is, and the second call captures the steady step.
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -39,6 +40,57 @@ def initial_state(optimizer: Optimizer) -> State:
         return _momentum_buffers(optimizer, fresh_ids)
     created = _run_init_groups(optimizer, fresh_ids)
     return {p: created[p] for p in fresh if created.get(p)}
+
+
+def state_before(optimizers: Mapping[str, Optimizer]) -> tuple[dict[str, State], set[int]]:
+    """The state that the first run starts from, by optimizer; and ids of those that make theirs of learning rates."""
+    states, made_of_rates = dict[str, State](), set[int]()
+    for name, optimizer in optimizers.items():
+        made = initial_state(optimizer)
+        states[name] = {**made, **optimizer.state}
+        if made and _makes_of_rates(optimizer):
+            made_of_rates.add(id(optimizer))
+    return states, made_of_rates
+
+
+def _makes_of_rates(optimizer: Optimizer) -> bool:
+    """Whether what a parameter's state begins with depends on the learning rate (`Rprop`, `ASGD`)."""
+    if isinstance(optimizer, SGD):
+        return False
+    return any(
+        _example(optimizer, group, 1.0) != _example(optimizer, group, 2.0)
+        for group in optimizer.param_groups
+        if "lr" in group
+    )
+
+
+def _example(optimizer: Optimizer, group: dict[str, Any], rate: float) -> dict[str, Any]:
+    """The state of a parameter of one element, at some learning rate."""
+    dtype = next((p.dtype for p in group["params"]), torch.float32)
+    one = torch.nn.Parameter(torch.zeros(1, dtype=dtype, device="cpu"))
+    one.grad = torch.zeros_like(one)
+    kept, optimizer.state = optimizer.state, defaultdict(dict)
+    try:
+        _torch.init_optimizer_group(optimizer, {**group, "params": [one], "lr": rate})
+        state = optimizer.state[one]
+    finally:
+        optimizer.state = kept
+    return {key: value.tolist() if isinstance(value, torch.Tensor) else value for key, value in state.items()}
+
+
+def rates_of(optimizer: Optimizer) -> list[Any]:
+    return [group.get("lr") for group in optimizer.param_groups]
+
+
+def refuse_other_rates(optimizer: Optimizer, before: list[Any]) -> None:
+    """Refuse an update at rates that the step has set itself, where state was made of those of `before`."""
+    if any(rate is not known for rate, known in zip(rates_of(optimizer), before, strict=False)):
+        raise CaptureError(
+            f"the step sets the learning rate of {type(optimizer).__name__}, which makes its state of that in its "
+            "first step()",
+            location=source.current_location(),
+            advice="Set it before the call, or at the end of the step",
+        )
 
 
 def defaults() -> tuple[Any, ...]:

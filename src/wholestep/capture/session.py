@@ -19,7 +19,7 @@ from torch.utils.checkpoint import CheckpointPolicy, SelectiveCheckpointContext
 from wholestep import _torch
 from wholestep.capture import binding, blank, source
 from wholestep.capture.leftovers import HandedOut
-from wholestep.capture.optimizer_state import defaults, refuse_other_defaults
+from wholestep.capture.optimizer_state import defaults, rates_of, refuse_other_defaults, refuse_other_rates
 from wholestep.capture.questions import Questions
 from wholestep.capture.record.again import Missed
 from wholestep.capture.record.numbers import Number, is_late, name_of, settled, value_of
@@ -108,6 +108,10 @@ class Session:
     """Dtype and device of tensors that are made without naming one, where the step begins."""
     looked_in: str = ""
     """Where optimizers were looked for, in words."""
+    made_of_rates: set[int] = field(default_factory=set)
+    """Ids of optimizers whose state was made beforehand, of their learning rates."""
+    _rates: dict[int, list[Any]] = field(default_factory=dict)
+    """Their learning rates as the step finds them."""
     stepped: list[Optimizer] = field(default_factory=list)
     optimizer: Optimizer | None = None
     """The optimizer whose `step()` is running."""
@@ -316,6 +320,10 @@ class Session:
     def _twin_ids(self, tensors: Iterable[torch.Tensor]) -> set[int]:
         return {id(self.twins.get(id(tensor), tensor)) for tensor in tensors}
 
+    def note_rates(self, optimizers: Iterable[Optimizer]) -> None:
+        """The step begins, with these learning rates."""
+        self._rates = {id(one): rates_of(one) for one in optimizers if id(one) in self.made_of_rates}
+
     def note_optimizer_step(self, optimizer: Optimizer) -> None:
         """Note which parameters `optimizer.step()` will update; refuses an optimizer that would update none."""
         members = [p for group in optimizer.param_groups for p in group["params"]]
@@ -333,6 +341,7 @@ class Session:
         self.stepped.append(optimizer)
         self.own_gradients(members)
         refuse_other_defaults(optimizer, self.defaults)
+        refuse_other_rates(optimizer, self._rates.get(id(optimizer), []))
         updated = {id(p) for p in members if _torch.is_traced(p) and p.grad is not None}
         if not updated:
             raise CaptureError(

@@ -69,8 +69,10 @@ class _Verdict:
 
     def __call__(self, *sizes: int) -> str:
         for text, holds in self._assumptions:
-            if not holds(*sizes):
-                return f"{', '.join(map(str, sizes))} ({text} does not hold)"
+            with contextlib.suppress(ZeroDivisionError):  # of sizes for which there is no such number
+                if holds(*sizes):
+                    continue
+            return f"{', '.join(map(str, sizes))} ({text} does not hold)"
         return ""
 
     def require(self, sizes: Sequence[Any]) -> None:
@@ -101,6 +103,11 @@ class Sizes:
     def is_quiet(self) -> bool:
         """Whether questions about sizes are answered for many rows, unnoted."""
         return self._env.is_quiet and self._probe is None
+
+    @property
+    def is_trying(self) -> bool:
+        """Whether an operator is run on sizes that this call may not have."""
+        return self._probe is not None
 
     # While operators are traced
 

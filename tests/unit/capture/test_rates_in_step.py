@@ -9,8 +9,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from tests.twins import SmallNet, Twins, World, mse_step, pair
-from torch.optim import SGD, Adam, AdamW, Optimizer, lr_scheduler
+from tests.twins import SmallNet, Twins, World, mse_step, pair, small_world
+from torch import nn
+from torch.optim import ASGD, SGD, Adam, AdamW, Optimizer, Rprop, lr_scheduler
+
+import wholestep
 
 X, Y = pair()
 STEPS = 8
@@ -181,3 +184,30 @@ def test_groups_that_are_counted() -> None:
         return mse_step(world.model, world.optimizer, x, y)
 
     trained(step, "adamw", most=3)
+
+
+@pytest.mark.parametrize("make_optimizer", [partial(Rprop, lr=0.01), partial(ASGD, lr=0.01)])
+def test_state_that_is_made_of_a_rate(make_optimizer: Callable[..., Optimizer]) -> None:
+    """It is made before the trace: of another rate than that which the step sets first."""
+
+    def step(model: nn.Module, optimizer: Optimizer, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        optimizer.param_groups[0]["lr"] = 0.5
+        return mse_step(model, optimizer, x, y)
+
+    world = small_world(make_optimizer=make_optimizer)()
+    with pytest.raises(wholestep.CaptureError, match=r"sets the learning rate of .*, which makes its state of that"):
+        wholestep.compile(step)(world.model, world.optimizer, X, Y)
+
+
+def test_state_made_of_a_rate_that_is_set_afterwards() -> None:
+    OPTIMIZERS["rprop"] = partial(Rprop, lr=0.01)
+    try:
+        trained(_decayed, "rprop", most=2)
+    finally:
+        del OPTIMIZERS["rprop"]
+
+
+def _decayed(world: World, x: Any, y: Any) -> Any:
+    loss = mse_step(world.model, world.optimizer, x, y)
+    world.optimizer.param_groups[0]["lr"] *= 0.9
+    return loss
