@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Generator, Iterator
-from typing import TypeVar
+from typing import Any, TypeVar
 
 # Before anything imports transformers: it reads these once. Models in tests are built from configs.
 os.environ["HF_HUB_OFFLINE"] = "1"
@@ -15,7 +15,8 @@ os.environ["HF_HUB_DISABLE_TELEMETRY"] = "1"
 import pytest
 import torch
 
-from wholestep import _recording_torch
+from wholestep import CaptureError, _recording_torch
+from wholestep.runtime import runner
 
 # Pytest would have torch log each tensor that a trace begins with, with a stack: a sixth of the time of all tests.
 logging.getLogger("torch.__trace").addHandler = lambda hdlr: None
@@ -56,6 +57,19 @@ def _nothing_left_behind(pytestconfig: pytest.Config) -> Iterator[None]:
 
     with Leftovers().watching() if pytestconfig.getoption("--leftovers") else refusals_watched():
         yield
+
+
+@pytest.fixture(autouse=True)
+def _refusals_can_be_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each refusal that leaves a step, in any test, names a line of the user's and says one sentence about it."""
+    from tests.refusals import faults_of
+
+    def tell_and_read(error: BaseException, *args: object, **options: object) -> None:
+        told(error, *args, **options)
+        assert not isinstance(error, CaptureError) or not (faults := faults_of(error)), "; ".join(faults)
+
+    told: Any = runner.tell
+    monkeypatch.setattr(runner, "tell", tell_and_read)
 
 
 @pytest.fixture

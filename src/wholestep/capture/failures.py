@@ -82,7 +82,7 @@ def of_step(error: Exception, function: Function, *, has_looked: bool) -> Captur
     if not is_eagers and _is_of_machinery(error):
         return _of_machinery(error, function)
     return (Raises if is_eagers else CaptureError)(
-        f"{type(error).__name__}: {source.first_line(error)}",
+        f"{source.kind_of(error)}: {source.first_line(error)}",
         location=source.raising_line(error, function),
         advice=f"The train step raised this while it was captured; nothing has been changed{others_may_be_why()}",
     )
@@ -139,7 +139,7 @@ def _is_of_machinery(error: Exception) -> bool:
 
 def _of_machinery(error: Exception, function: Function) -> CaptureError:
     return CaptureError(
-        f"the step cannot be traced{_at_operator(error)}: PyTorch's tracing fails there ({type(error).__name__})",
+        f"the step cannot be traced{_at_operator(error)}: PyTorch's tracing fails there ({source.kind_of(error)})",
         location=source.raising_line(error, function),
         advice=f"{_ELSEWHERE}; nothing has been changed{others_may_be_why()}",
     )

@@ -47,4 +47,7 @@ def refuse_recurrent(found: Reachable) -> None:
     for name, module in found.modules.items():
         for path, submodule in module.named_modules():
             if isinstance(submodule, nn.RNNBase):
-                raise CaptureError(f"'{path or name}' is a {type(submodule).__name__}, which needs a fixed batch size")
+                raise CaptureError(
+                    f"'{path or name}' is a {type(submodule).__name__}, which needs a fixed batch size",
+                    advice="Leave dynamic_batch as it is: each size is captured apart then",
+                )

@@ -182,7 +182,10 @@ class Session:
         if not blank.is_blank(real):
             return _torch.fake_like(self.fake_mode, real, slot.id, dynamic_dims)
         if dynamic_dims:
-            raise CaptureError(f"{slot.id} was made without memory, so its batch size is taken as it is")
+            raise CaptureError(
+                f"{slot.id} was made without memory, so its batch size is taken as it is",
+                advice="Give it memory, or pass dynamic_batch=False",
+            )
         return blank.blank_twin(self.fake_mode, real)
 
     def symbol(self, number: Number) -> Any:

@@ -6,6 +6,7 @@ import copy
 import functools
 import inspect
 import os
+import re
 import sysconfig
 from collections.abc import Callable, Iterable, Iterator
 from types import CodeType, FrameType, TracebackType
@@ -221,4 +222,12 @@ def has_passed_through(error: BaseException, filename: str) -> bool:
 
 
 def first_line(error: BaseException) -> str:
-    return next(iter(str(error).splitlines()), "").rstrip(".") or "no message"
+    """The first line of an error's text, as part of a sentence of ours."""
+    line = next(iter(str(error).splitlines()), "").rstrip(".!")
+    return re.sub(r"\.\s+(?=[A-Z])", "; ", line) or "no message"
+
+
+def kind_of(error: BaseException) -> str:
+    """The name of an error's class, or of the public one that it is a kind of."""
+    public = [kind for kind in type(error).__mro__ if not kind.__module__.startswith("torch._")]
+    return public[0].__name__

@@ -394,6 +394,7 @@ def _len(recorder: Recorder, function: Any, args: tuple[Any, ...], _kwargs: dict
         classes.read_view(recorder, owner)
         return function
     if recorder.place_of(owner) is None or not isinstance(owner, (*CONTAINERS, np.ndarray)):
+        recorder.refuse_hidden_state(owner)
         recorder.follow_operators(owner)
         return function
     return recorder.length if isinstance(owner, CONTAINERS) else function

@@ -29,7 +29,7 @@ class Caught:
         if not isinstance(first, Exception) or isinstance(first, CaptureError):
             raise first
         raise CaptureError(
-            f"the step goes on after an error of torch ({type(first).__name__}: {source.first_line(first)}), which "
+            f"the step goes on after an error of torch ({source.kind_of(first)}: {source.first_line(first)}), which "
             "may be another one, or none, when it is not captured",
             location=source.raising_line(first),
             advice="Let the error pass, or ask for what it depends on (shapes, dtypes) before",

@@ -193,6 +193,8 @@ def _operands(recorder: Recorder, left: Any, right: Any) -> None:
             classes.read_view(recorder, owner)
         elif type(owner).__eq__ is object.__eq__:  # which asks for the object itself
             recorder.identify(owner)
+        elif type(owner).__hash__ is None:
+            recorder.refuse_hidden_state(owner)
 
 
 @_hook(1)
@@ -254,6 +256,8 @@ def _truth(recorder: Recorder, value: Any) -> None:
     recorder.follow_operators(value)
     if isinstance(value, CONTAINERS) and recorder.place_of(value) is not None:
         recorder.read_truth(value)
+    elif type(value).__hash__ is None:
+        recorder.refuse_hidden_state(value)
 
 
 @_hook(0)

@@ -439,7 +439,7 @@ class Recorder:
             origins = origins_of(*numbers) & self.ledger.leaves.keys()
             if not origins:
                 raise CaptureError(
-                    f"the step uses a draw where torch needs a fixed number ({type(error).__name__})",
+                    "the step uses a draw where torch needs a fixed number",
                     location=source.current_location(),
                     advice="Draw outside the step and pass what was drawn",
                 ) from error
