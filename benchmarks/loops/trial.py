@@ -124,7 +124,7 @@ def _noted(out: io.StringIO, err: io.StringIO) -> Iterator[list[str]]:
             yield noted
     finally:
         logging.getLogger().removeHandler(records)
-        noted += [_taken(out), _without_numbers_of_lines(_taken(err)), *records.lines]
+        noted += [_taken(out), _taken(err), *records.lines]
 
 
 def _taken(stream: io.StringIO) -> str:
@@ -132,10 +132,6 @@ def _taken(stream: io.StringIO) -> str:
     stream.seek(0)
     stream.truncate()
     return text
-
-
-def _without_numbers_of_lines(text: str) -> str:
-    return re.sub(r"^\S+\.py:\d+: ", "", text, flags=re.MULTILINE)
 
 
 def try_loop(loop: Loop, *, eager_only: bool = False) -> Outcome:
@@ -185,10 +181,17 @@ def _line_of(error: CaptureError) -> str:
     return f"{Path(path).name}: {text}" if text else ""
 
 
+def _show_own(message: Any, category: Any, filename: str, lineno: int, file: Any = None, line: Any = None) -> None:
+    """Warnings of the script itself; what torch warns of does not repeat, as Python shows each place once."""
+    if Path(__file__).parent in Path(filename).parents:
+        print(f"{category.__name__}: {message}", file=sys.stderr)
+
+
 def _child(loop: Loop, eager_only: bool, pipe: Any) -> None:
     torch.set_num_threads(1)
     logging.getLogger("wholestep").setLevel(logging.ERROR)
     warnings.simplefilter("always")
+    warnings.showwarning = _show_own
     # One's own output is for the comparison alone; a crash still shows in the real standard error.
     sys.stdout = sys.stdout if os.environ.get("LOOPS_TRACEBACK") else io.StringIO()
     try:

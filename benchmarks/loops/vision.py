@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from benchmarks.loops import World, loop
+from benchmarks.loops import World, edit, loop
 from benchmarks.loops.parts import AverageMeter, ProgressMeter, SmallConvNet, accuracy, images
 
 
@@ -218,3 +218,19 @@ loop(
     build=multi_scale_world,
     batch=images,
 )(multi_scale)
+
+
+def draw_size(w: World, returned: Any) -> None:
+    if w.n % 3 == 0:
+        w.size = random.choice([6, 8, 10])
+
+
+@edit("multi-scale training", "the size is drawn after the call, for the next one", between=draw_size)
+def multi_scale_edited(w: World, inputs: Tensor, target: Tensor) -> Any:
+    inputs = F.interpolate(inputs, size=(w.size, w.size), mode="bilinear", align_corners=False)
+    loss = F.cross_entropy(w.model(inputs).mean((2, 3)), target, label_smoothing=0.1)
+    w.optimizer.zero_grad()
+    loss.backward()
+    w.optimizer.step()
+    w.n += 1
+    return {"loss": loss.item(), "size": w.size}

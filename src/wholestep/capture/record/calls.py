@@ -48,6 +48,7 @@ from wholestep.capture.record import (
 )
 from wholestep.capture.record.again import AsksBefore
 from wholestep.capture.record.caches import cached_call
+from wholestep.capture.record.follow import is_of_stdlib
 from wholestep.capture.record.imports import require_loaded
 from wholestep.capture.record.places import CONTAINERS, Step, is_open, is_plain
 
@@ -546,6 +547,17 @@ def _refused(what: str, advice: str) -> Handler:
     return handler
 
 
+def _refused_to_users(what: str, advice: str) -> Handler:
+    """What Python's own library may do: a named tuple is made of text."""
+    refuse = _refused(what, advice)
+
+    def handler(recorder: Recorder, function: Any, args: Any, kwargs: Any) -> Any:
+        is_of_python = is_of_stdlib(recorder.calling_frame().f_code.co_filename)
+        return function if is_of_python else refuse(recorder, function, args, kwargs)
+
+    return handler
+
+
 BUILTINS: dict[Any, Handler] = {
     getattr: _getattr,
     hasattr: _getattr,
@@ -583,7 +595,7 @@ BUILTINS: dict[Any, Handler] = {
     locals: _quiet,
     open: _refused("opens a file", "Read and write files outside the step"),
     input: _refused("asks for input", "Ask outside the step"),
-    eval: _refused("calls eval()", "Define the function outside the step"),
-    exec: _refused("calls exec()", "Define the function outside the step"),
+    eval: _refused_to_users("calls eval()", "Define the function outside the step"),
+    exec: _refused_to_users("calls exec()", "Define the function outside the step"),
     builtins.compile: _refused("calls compile()", "Compile code outside the step"),
 }

@@ -67,6 +67,12 @@ def is_of_torch(filename: str) -> bool:
     return source.path_of(filename).startswith(source.TORCH_ROOT + os.sep)
 
 
+def is_of_stdlib(filename: str) -> bool:
+    """Whether a file is one of Python's own library."""
+    path = source.path_of(filename)
+    return path.startswith(_STDLIB + os.sep) and f"{os.sep}site-packages{os.sep}" not in path
+
+
 def _decide(filename: str) -> bool:
     path = source.path_of(filename)
     if path.startswith(source.TORCH_ROOT + os.sep):
