@@ -8,7 +8,7 @@ each call adds are given their provenance.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Container, Generator, Sequence
+from collections.abc import Callable, Container, Generator, Iterable, Iterator, Sequence
 from typing import Any, cast
 from unittest import mock
 
@@ -92,7 +92,7 @@ class Interposer(TorchFunctionMode):
                 advice=remedies.for_values(),
             )
         _refuse_generators(args, kwargs)
-        numbers = [value for value in (*args, *(kwargs or {}).values()) if type(value) is Number]
+        numbers = [*_numbers_in((*args, *(kwargs or {}).values()))]
         args = self._with_twins(args)
         kwargs = cast(dict[str, Any], self._with_twins(kwargs or {}))
         if func == _GRAD_GET:
@@ -167,6 +167,15 @@ def _is_of_one_number(func: Callable[..., Any], tensor: Any) -> bool:
     if func is torch.Tensor.__format__:
         return tensor.dim() == 0 and not isinstance(tensor, nn.Parameter)
     return func is torch.Tensor.item
+
+
+def _numbers_in(values: Iterable[Any]) -> Iterator[Number]:
+    """The numbers among some values and in lists and tuples of them (`size=(n, n)`)."""
+    for value in values:
+        if type(value) is Number:
+            yield value
+        elif type(value) in (list, tuple):
+            yield from _numbers_in(value)
 
 
 def _layout_of_input(session: Session, func: Any, args: tuple[Any, ...]) -> Any:
