@@ -29,8 +29,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"{number}/{len(chosen)} {chosen_loop.kind}: {chosen_loop.name}: {_text(outcome)}", flush=True)
         ends_well &= outcome.runs or outcome.verdict == "refused"
         outcomes[chosen_loop.name] = outcome
-    if not options.eager and not options.show:
-        save(loops, outcomes)
+        if not options.eager and not options.show:
+            save(loops, outcomes)
     return 0 if ends_well else 1
 
 

@@ -539,21 +539,13 @@ _ATTRIBUTE_METHODS: dict[str, Callable[..., None]] = {
 }
 
 
-def _refused(what: str, advice: str) -> Handler:
+def _refused(what: str, advice: str, *, but_python: bool = False) -> Handler:
+    """Refuses a call, `but_python` not one by Python's own library: a named tuple is made of text."""
+
     def handler(recorder: Recorder, function: Any, _args: Any, _kwargs: Any) -> Any:
-        recorder.refuse(what, advice)
+        if not (but_python and is_of_stdlib(recorder.calling_frame().f_code.co_filename)):
+            recorder.refuse(what, advice)
         return function
-
-    return handler
-
-
-def _refused_to_users(what: str, advice: str) -> Handler:
-    """What Python's own library may do: a named tuple is made of text."""
-    refuse = _refused(what, advice)
-
-    def handler(recorder: Recorder, function: Any, args: Any, kwargs: Any) -> Any:
-        is_of_python = is_of_stdlib(recorder.calling_frame().f_code.co_filename)
-        return function if is_of_python else refuse(recorder, function, args, kwargs)
 
     return handler
 
@@ -595,7 +587,7 @@ BUILTINS: dict[Any, Handler] = {
     locals: _quiet,
     open: _refused("opens a file", "Read and write files outside the step"),
     input: _refused("asks for input", "Ask outside the step"),
-    eval: _refused_to_users("calls eval()", "Define the function outside the step"),
-    exec: _refused_to_users("calls exec()", "Define the function outside the step"),
+    eval: _refused("calls eval()", "Define the function outside the step", but_python=True),
+    exec: _refused("calls exec()", "Define the function outside the step", but_python=True),
     builtins.compile: _refused("calls compile()", "Compile code outside the step"),
 }
