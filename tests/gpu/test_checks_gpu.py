@@ -126,15 +126,12 @@ def test_lengths_on_cuda() -> None:
 SCALES = [1.0, 1e30, 1.0, 1.0, 1.0, 1e30, 1e30, 1.0, 1.0, 1.0]
 
 
-def scaled_step(scaler: torch.amp.GradScaler, clip: bool) -> Step:
+def scaled_step(scaler: torch.amp.GradScaler) -> Step:
     def step(model: nn.Module, optimizer: Optimizer, features: Tensor, targets: Tensor) -> float:
         optimizer.zero_grad()
         with torch.autocast("cuda", dtype=torch.float16):
             loss = F.mse_loss(model(features), targets)
         scaler.scale(loss).backward()
-        if clip:
-            scaler.unscale_(optimizer)
-            nn.utils.clip_grad_norm_(model.parameters(), 0.1)
         scaler.step(optimizer)
         scaler.update()
         return loss.item()
@@ -143,14 +140,13 @@ def scaled_step(scaler: torch.amp.GradScaler, clip: bool) -> Step:
 
 
 @pytest.mark.parametrize("make_optimizer", [momentum, fused], ids=["sgd", "fused"])
-@pytest.mark.parametrize("clip", [False, True])
 @pytest.mark.parametrize("first", [1.0, 1e30], ids=["first applied", "first skipped"])
-def test_a_scaler_in_half_precision(make_optimizer: Any, clip: bool, first: float) -> None:
-    """50 steps; an overflow is forced in a third of them."""
+def test_a_scaler_in_half_precision(make_optimizer: Any, first: float) -> None:
+    """50 steps, an overflow in a third of them: bit for bit, as no kernel adds in another order than eager's."""
     scalers = [torch.amp.GradScaler("cuda", init_scale=2.0**8, growth_interval=4) for _ in range(2)]
     worlds = [cuda_world(make_optimizer=make_optimizer)() for _ in range(2)]
     worlds[1].model.load_state_dict(worlds[0].model.state_dict())
-    steps: list[Any] = [scaled_step(scalers[0], clip), wholestep.compile(scaled_step(scalers[1], clip))]
+    steps: list[Any] = [scaled_step(scalers[0]), wholestep.compile(scaled_step(scalers[1]))]
     for number in range(50):
         features, targets = pair(seed=number)
         features = features.cuda() * (SCALES[number % 10] if number else first)
