@@ -164,7 +164,7 @@ class Session:
         if type(real) not in _PLAIN_TYPES and not blank.is_blank(real):
             raise CaptureError(
                 f"{slot.id} is a {type(real).__name__}, a tensor subclass that cannot be traced",
-                advice="Initialise lazy modules with one forward call first; pass other subclasses as plain tensors",
+                advice=_instead_of(real),
             )
         if real.layout is not torch.strided:
             raise CaptureError(f"{slot.id} has layout {real.layout}", advice="Only dense (strided) tensors are traced")
@@ -456,6 +456,15 @@ class Session:
             if self.checkpoint_region is not None:
                 self._note_checkpoint(node)
         self._last_annotated = next(iter(reversed(self.tracer.graph.nodes)), None)
+
+
+def _instead_of(tensor: torch.Tensor) -> str:
+    """What to pass in place of a tensor of another class."""
+    if nn.parameter.is_lazy(tensor):
+        return "Initialise lazy modules with one forward call first"
+    if hasattr(tensor, "full_tensor"):
+        return 'Pass the model as it was before it was distributed, and compile with data_parallel="replicate"'
+    return 'Pass it as a plain tensor, or compile with on_refusal="eager", which runs the step as it is'
 
 
 def _identifier(slot: Slot) -> str:

@@ -594,7 +594,7 @@ def test_a_tensor_subclass() -> None:
     assert_refused(
         mse_step,
         "batch.features is a Wrapped, a tensor subclass that cannot be traced",
-        "pass other subclasses as plain tensors",
+        "Pass it as a plain tensor",
         args=(X.as_subclass(Wrapped), Y),
     )
 
