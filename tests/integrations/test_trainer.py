@@ -201,3 +201,18 @@ def test_what_cannot_be_compiled_is_refused_by_name(tmp_path: Path) -> None:
     assert "DEEPSPEED runs them" in refusal(Case(trainer=Several), tmp_path)
     Several.kind = "MULTI_CPU"
     assert "pass data_parallel='replicate'" in refusal(Case(trainer=Several), tmp_path)
+
+
+def test_200_steps_padded_to_the_longest_with_evaluation_and_saving_are_three_captures(tmp_path: Path) -> None:
+    # The first sizes, all others, and the smaller last batch of an epoch.
+    case = Case(num_eval_rows=8, data=rows(403, lengths=tuple(range(5, 25))))
+    often = {
+        "eval_strategy": "steps",
+        "save_strategy": "steps",
+        "eval_steps": 50,
+        "save_steps": 50,
+        "logging_steps": 50,
+    }
+    trainer = train_both(case, tmp_path, max_steps=200, per_device_train_batch_size=4, **often)
+    assert trainer.state.global_step == 200
+    assert trainer.compiled_step.num_captures <= 3

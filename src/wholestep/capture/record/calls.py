@@ -466,7 +466,11 @@ def _walk(recorder: Recorder, function: Any, args: tuple[Any, ...], kwargs: dict
     walked = [arg for arg in args if type(arg) in _PLAIN_CONTAINERS]
     for owner in walked:
         recorder.read_through(owner)
-    _give(recorder, tuple(arg for arg in args if type(arg) not in _PLAIN_CONTAINERS), kwargs)
+    others = [arg for arg in args if type(arg) not in _PLAIN_CONTAINERS]
+    for owner in others:
+        recorder.follow_operators(owner)
+    walked_in_c = [arg for arg in others if not isinstance(getattr(type(arg), "__iter__", None), types.FunctionType)]
+    _give(recorder, tuple(walked_in_c), kwargs)
     return function
 
 

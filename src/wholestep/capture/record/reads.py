@@ -113,7 +113,7 @@ def find_attribute(recorder: Recorder, owner: Any, name: str, place: Place | Non
         recorder.follow_all(getter)
         if getter in (dict.__getitem__, dict.get):
             recorder.read_item(owner, name)
-        elif not isinstance(getter, FunctionType):
+        elif not isinstance(getter, FunctionType) and not _is_found_by_name(owner):
             recorder.read_deep(owner)
             refuse_hidden_state(recorder, owner)
 
@@ -133,6 +133,14 @@ def read_module(recorder: Recorder, name: str) -> None:
     if name in sys.modules and not is_library(name):
         recorder.root(sys.modules, "sys.modules")
         recorder.read_item(sys.modules, name)
+
+
+def _is_found_by_name(owner: Any) -> bool:
+    """Whether an attribute that is in no namespace is not there: no code in C looks elsewhere for it."""
+    cls = type(owner)
+    search = class_member(cls, "__getattribute__")
+    is_plain_search = search is object.__getattribute__ or isinstance(search, FunctionType)
+    return is_plain_search and class_member(cls, "__getattr__") is ABSENT
 
 
 def _read_from_super(recorder: Recorder, owner: Any, name: str) -> None:
