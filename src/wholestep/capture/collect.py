@@ -134,7 +134,7 @@ def _collect_outputs(
 
     def base_of(view: torch.Tensor) -> binding.Binding | None:
         lifted = memories.get(_torch.storage_key(view))
-        if lifted is None:
+        if lifted is None or id(lifted.real) in session.recorder.drawn_tensors:
             return None
         moved = session.reassigned.get(id(lifted.twin))
         if moved is not None and moved.has_moved:
@@ -142,7 +142,14 @@ def _collect_outputs(
         return slot_of(lifted.twin)
 
     recorder = session.recorder
-    templates = Templates(recorder.place_of, slot_of, base_of, computed)
+
+    def drawn_tensor(value: Any) -> torch.Tensor | None:
+        if id(value) in recorder.drawn_tensors:
+            return session.adopt(value)
+        lifted = slots.get(id(value))
+        return None if lifted is None or id(lifted.real) not in recorder.drawn_tensors else value
+
+    templates = Templates(recorder.place_of, slot_of, base_of, computed, drawn_tensor, recorder.drawn_arrays)
     outputs = templates.of(returned, "the step returns")
     said = [output.as_said(recorder) for output in recorder.outputs]
     effects = find_effects(recorder.kept.values(), said, recorder.place_of, templates)

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from tests.twins import Twins, World, mse_step, pair, small_world
+from tests.twins import Twins, World, mse_step, pair, small_world, square_step
 from torch import Tensor
 
 import wholestep
@@ -152,3 +152,56 @@ def test_arrays_as_they_are_drawn_need_no_function() -> None:
         return F.mse_loss(noise, features) + mse_step(model, optimizer, features + noise, targets)
 
     Twins(small_world(), step).steps(3, *pair(6))
+
+
+DRAWN = {
+    "returned": lambda features: [drawn := torch.from_numpy(np.random.rand(4)), drawn, {"same": drawn}, drawn.float()],
+    "the array": lambda features: np.random.rand(3),
+    "written to": lambda features: torch.tensor(np.random.rand(4)).mul_(2),
+}
+
+
+@pytest.mark.parametrize("make", DRAWN.values(), ids=DRAWN)
+def test_what_is_drawn_is_returned_as_it_is(make: Any) -> None:
+    def step(model: Any, optimizer: Any, features: Tensor) -> Any:
+        return square_step(model, optimizer, features), make(features)
+
+    twins = Twins(small_world(), step)
+    twins.steps(3, pair()[0])
+    assert twins.num_captures == 1
+
+
+OTHER_USES = {
+    "an index of a tensor": lambda drawn, features: features[drawn.integers(0, 6, 2)],
+    "an index that is written to": lambda drawn, features: features.clone().__setitem__(drawn.integers(0, 6, 2), 0),
+    "an index of an array": lambda drawn, features: torch.from_numpy(np.arange(9)[drawn.integers(0, 9, 2)]),
+    "in a list": lambda drawn, features: torch.from_numpy(np.stack([drawn.random(3), drawn.random(3)])),
+    "transposed": lambda drawn, features: torch.from_numpy(drawn.random((2, 3)).T.copy()),
+    "as text": lambda drawn, features: f"{drawn.random(3)}",
+}
+
+
+@pytest.mark.parametrize("use", OTHER_USES.values(), ids=OTHER_USES)
+def test_other_uses_of_drawn_arrays_are_refused(use: Any) -> None:
+    """They were taken for the same at each call."""
+    generator = np.random.default_rng(0)
+
+    def step(model: Any, optimizer: Any, features: Tensor) -> Any:
+        return square_step(model, optimizer, features), use(generator, features)
+
+    world = small_world()()
+    with pytest.raises(CaptureError, match="an array that it has drawn"):
+        wholestep.compile(step)(world.model, world.optimizer, pair()[0])
+
+
+def test_items_of_drawn_arrays_are_not_written() -> None:
+    generator = np.random.default_rng(0)
+
+    def step(model: Any, optimizer: Any, features: Tensor) -> Any:
+        drawn = generator.random(4)
+        drawn[0] = 5.0
+        return square_step(model, optimizer, features * torch.from_numpy(drawn).float())
+
+    world = small_world()()
+    with pytest.raises(CaptureError, match="an array that it has drawn"):
+        wholestep.compile(step)(world.model, world.optimizer, pair()[0])

@@ -23,6 +23,10 @@ if TYPE_CHECKING:
     from wholestep.capture.record.recorder import Recorder
 
 
+_OF_CONTENT = frozenset(["T", "mT", "base", "ctypes", "data", "device", "flat", "imag", "real"])
+"""Attributes of an array that are no methods, and not about its form."""
+
+
 def read_attribute(recorder: Recorder, owner: Any, name: str) -> None:
     """`owner.name`, as Python finds it: data descriptors of the class, the object's own, then the class's."""
     if isinstance(owner, ModuleType):
@@ -34,6 +38,8 @@ def read_attribute(recorder: Recorder, owner: Any, name: str) -> None:
     if isinstance(owner, torch.Tensor):
         tensors.read_attribute(recorder, owner, name)
         return
+    if id(owner) in recorder.drawn_arrays and name in _OF_CONTENT:
+        drawing.refuse_array(recorder, owner, "looks into")
     if type(owner) is super:
         _read_from_super(recorder, owner, name)
         return

@@ -12,7 +12,7 @@ import enum
 import functools
 import types
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -193,7 +193,8 @@ class Templates:
 
     `place_of` tells where an object was found; `slot_of` the binding of a traced input, `base_of` that of the
     one that a traced view looks at; `computed` makes a traced value
-    one of the graph's outputs and returns its position.
+    one of the graph's outputs and returns its position. `drawn_tensor` gives the traced value of a tensor made of an
+    array that the step has drawn, None for others; `drawn_arrays` has those arrays by their ids, with their names.
     """
 
     def __init__(
@@ -202,11 +203,15 @@ class Templates:
         slot_of: Callable[[Any], Binding | None],
         base_of: Callable[[torch.Tensor], Binding | None],
         computed: Callable[[Any], int],
+        drawn_tensor: Callable[[Any], torch.Tensor | None],
+        drawn_arrays: Mapping[int, tuple[Any, str]],
     ) -> None:
         self._place_of = place_of
         self._slot_of = slot_of
         self._base_of = base_of
         self._computed = computed
+        self._drawn_tensor = drawn_tensor
+        self._drawn_arrays = drawn_arrays
         self._known: dict[int, Template | None] = {}
         self._alive: list[Any] = []
         self.numbers: set[str] = set()
@@ -232,6 +237,10 @@ class Templates:
             raise AsksBefore
         if isinstance(value, (torch.Tensor, torch.SymInt, torch.SymFloat)):
             return self._tensor(value)
+        if id(value) in self._drawn_arrays:
+            _, name = self._drawn_arrays[id(value)]
+            self.numbers.add(name)
+            return Numeric(name)
         if is_taken_apart(value):
             raise CaptureError(
                 f"{what} text made of the text of a value which is only known when the step runs",
@@ -256,6 +265,9 @@ class Templates:
         return template
 
     def _tensor(self, value: Any) -> Template:
+        drawn = self._drawn_tensor(value)
+        if drawn is not None:
+            return Computed(self._computed(drawn))
         where = self._slot_of(value)
         if where is not None:
             return FromSlot(where)

@@ -17,6 +17,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from wholestep.capture.record import drawing
 from wholestep.capture.record.follow import is_followed_file
 from wholestep.capture.record.places import CONTAINERS, Expectation, Step, is_open, is_plain, slot_names, take
 from wholestep.capture.record.standins import is_number
@@ -128,6 +129,9 @@ def _tells_itself(value: Any) -> bool:
 
 
 def expect_content(recorder: Recorder, array: np.ndarray[Any, Any]) -> None:
+    """Somebody is going to look into an array, who cannot be told to look again at each call."""
+    if id(array) in recorder.drawn_arrays:
+        drawing.refuse_array(recorder, array, "computes with")
     place = recorder.place_of(array)
     if place is None or place.expectation is not Expectation.SAME:
         return
