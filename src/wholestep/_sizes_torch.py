@@ -26,6 +26,7 @@ from torch.fx.experimental import proxy_tensor
 from torch.fx.experimental.sym_node import SymNode
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, free_unbacked_symbols
 from torch.utils._pytree import tree_leaves
+from torch.utils._sympy.functions import ToFloat
 from torch.utils._sympy.numbers import int_oo
 from torch.utils._sympy.printers import PythonPrinter
 from torch.utils._sympy.value_ranges import ValueRanges
@@ -294,7 +295,25 @@ def _no_circles() -> Generator[None]:
         yield
 
 
+_DIVISIONS = ("truediv", "int_truediv", "float_truediv", "floordiv", "int_floordiv", "mod", "python_mod")
 _SIZE_METHODS = ("add", "sub", "mul", "eq", "ne", "lt", "le", "gt", "ge", "sym_max", "sym_min", "mod", "int_floordiv")
+
+
+def _noting_zero(original: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
+    """A division of sizes that values decide is only traced for what is not 0: Python raises there, C++ does not."""
+
+    def divide(self: Any, other: Any) -> Any:
+        env = self.shape_env
+        if isinstance(env, SizesEnv) and other.expr.free_symbols & env.of_values.keys():
+            with env.quiet(False):
+                env.evaluate_expr(sympy.Ne(_as_integer(other.expr), 0))
+        return original(self, other)
+
+    return divide
+
+
+def _as_integer(expression: Any) -> Any:
+    return expression.args[0] if isinstance(expression, ToFloat) else expression
 
 
 @contextlib.contextmanager
@@ -320,6 +339,9 @@ def remembered_arithmetic() -> Generator[None]:
 
     with contextlib.ExitStack() as stack:
         stack.enter_context(_no_circles())
+        for name in _DIVISIONS:
+            if hasattr(SymNode, f"_{name}"):
+                stack.enter_context(mock.patch.object(SymNode, f"_{name}", _noting_zero(getattr(SymNode, f"_{name}"))))
         for name in _SIZE_METHODS:
             original = getattr(SymNode, f"_{name}")
             stack.enter_context(mock.patch.object(SymNode, f"_{name}", remember(original)))

@@ -140,7 +140,7 @@ class _Call:
     asks_before: bool = False
     """Whether Python computes with learning rates, and with what optimizers make of their state, before each call."""
     pretends: bool | None = None
-    """Whether no row and one are traced as some, in a step with sizes that values decide; None in others."""
+    """In a step with sizes that values decide, whether none and one are traced as some; None in others."""
     settles_texts: bool = False
     """Whether text that is made of a number takes its value for granted."""
     session: Session = field(init=False)
@@ -304,7 +304,7 @@ def _trace(call: _Call) -> tuple[_Call, fx.GraphModule, Collected]:
         raise Raises("the step exits", location=source.raising_line(error, function)) from error
     except Exception as error:
         call.recorder.caught.require_none()  # which the step may have turned into this one
-        raise failures.of_step(error, function, has_looked=bool(call.session.looks.requirements)) from error
+        raise failures.of_step(error, function, call.session.looks, divides=call.pretends is False) from error
     return call, module, collected[0]
 
 

@@ -19,7 +19,8 @@ from torch.optim import Optimizer
 
 from wholestep._threads import others_may_be_why
 from wholestep.capture import remedies, source, tree
-from wholestep.capture.record.again import Raises
+from wholestep.capture.looks import Looks
+from wholestep.capture.record.again import OnlyInEager, Raises
 from wholestep.errors import CaptureError
 
 Function = Callable[..., Any]
@@ -78,9 +79,14 @@ def of_data_dependence(error: Exception, function: Function, optimizer: Optimize
     )
 
 
-def of_step(error: Exception, function: Function, *, has_looked: bool) -> CaptureError:
-    """Something has raised while the step was traced; `has_looked` at values which may have led there."""
-    is_eagers = has_looked or not _is_of_torch(error) or _raises_for_zeros(error)
+def of_step(error: Exception, function: Function, looks: Looks, *, divides: bool) -> CaptureError:
+    """Something has raised while the step was traced; `looks` at values may have led there.
+
+    If it `divides` by sizes that values decide, one may be 0: Python raises then, C++ goes on with infinity.
+    """
+    if divides and isinstance(error, ZeroDivisionError):
+        return OnlyInEager("the step divides by a size, which is 0", location=source.raising_line(error, function))
+    is_eagers = bool(looks.requirements) or not _is_of_torch(error) or _raises_for_zeros(error)
     if not is_eagers and _is_of_machinery(error):
         return _of_machinery(error, function)
     return (Raises if is_eagers else CaptureError)(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 from typing import Any
 
@@ -64,15 +63,25 @@ class Functional(_torch.FunctionalTensorMode):
             if position is not None:
                 return position
         sizes = self._session.fake_mode.sizes
-        # A tensor is only wrapped, or checked for whether it can be written to: no side is taken.
-        with sizes.quiet() if sizes is not None and _sizes_torch.gives_tensors(func) else contextlib.nullcontext():
+        if sizes is None or not _sizes_torch.gives_tensors(func):
             return self._functionalised(func, types, args, kwargs)
+        last = self._last_node()
+        try:
+            with sizes.quiet():  # a tensor is only wrapped, or checked for whether it can be written to
+                return self._functionalised(func, types, args, kwargs)
+        except RuntimeError:  # of many rows; this call may have one
+            if self._last_node() is not last:
+                raise
+        return self._functionalised(func, types, args, kwargs)
+
+    def _last_node(self) -> fx.Node | None:
+        return next(iter(reversed(self._session.tracer.graph.nodes)), None)
 
     def _functionalised(self, func: Any, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> Any:
         if not _computes_in_place(func) or not isinstance(args[0], _torch.FunctionalTensor):
             return super().__torch_dispatch__(func, types, args, kwargs)
         layouts, nodes = self._session.fake_mode, self._session.tracer.graph.nodes
-        last = next(iter(reversed(nodes)), None)
+        last = self._last_node()
         with layouts.in_place(func, args[0]):
             result = super().__torch_dispatch__(func, types, args, kwargs)
             if layouts.has_kept_layout:

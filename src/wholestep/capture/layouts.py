@@ -36,7 +36,7 @@ class TrueLayouts(_torch.FakeTensorMode):
     def __init__(self, max_bytes: int | None = None, **options: Any) -> None:
         super().__init__(**options)
         self._max_bytes = max_bytes
-        self._known: dict[Any, list[tuple[int, ...]]] = {}
+        self._known: dict[Any, list[Any]] = {}
         self._imagined: imagined.Trials = {}
         self.draws_out_of_place = False
         self.has_kept_layout = False
@@ -128,14 +128,15 @@ class TrueLayouts(_torch.FakeTensorMode):
         with self:
             return torch.empty_strided(result.shape, args[0].stride(), dtype=result.dtype, device=result.device)
 
-    def _strides(self, func: Any, args: Any, kwargs: Any) -> list[tuple[int, ...]]:
-        """Strides of the real results; computed once for each geometry of the inputs."""
-        key = (func, *map(str, _torch.tree_leaves((_geometry_of((args, kwargs)),))))
+    def _strides(self, func: Any, args: Any, kwargs: Any) -> list[Any]:
+        """Shapes and strides of the real results; computed once for each geometry of the inputs."""
+        counts = [self._num_elements(tensor) for tensor in tensors_in((args, kwargs))]
+        key = (func, *counts, *map(str, _torch.tree_leaves((_geometry_of((args, kwargs)),))))
         if key not in self._known:
             self._known[key] = self._real_strides(func, args, kwargs)
         return self._known[key]
 
-    def _real_strides(self, func: Any, args: Any, kwargs: Any) -> list[tuple[int, ...]]:
+    def _real_strides(self, func: Any, args: Any, kwargs: Any) -> list[Any]:
         inputs = list(tensors_in((args, kwargs)))
         if any(map(_may_be_note, inputs)) or any(map(_is_empty, inputs)):
             return []
@@ -145,16 +146,38 @@ class TrueLayouts(_torch.FakeTensorMode):
         draws = torch.Tag.nondeterministic_seeded in _torch.tags(func)
         with _torch.real_kernels(devices if draws else ()):
             try:
-                real_args, real_kwargs = _torch.tree_map_only((torch.Tensor, torch.SymInt), _real, (args, kwargs))
-                return [tensor.stride() for tensor in tensors_in(func(*real_args, **real_kwargs))]
+                real_args, real_kwargs = _torch.tree_map_only((torch.Tensor, torch.SymInt), self._real, (args, kwargs))
+                return [(tuple(real.shape), real.stride()) for real in tensors_in(func(*real_args, **real_kwargs))]
             except (RuntimeError, IndexError, NotImplementedError):
                 # Zeros will not do (a singular matrix, an index into nothing), there is not enough memory, or another
                 # fake kernel was wrong about a dtype. The first run checks layouts again.
                 return []
 
-    def _corrected(self, fake: torch.Tensor, strides: tuple[int, ...] | None) -> torch.Tensor:
+    def _real(self, fake: torch.Tensor | torch.SymInt) -> torch.Tensor | int:
+        """Zeros in place of a fake tensor, the number itself in place of a symbolic one (which a kernel would pin).
+
+        A mask has as many elements as it has in this call.
+        """
+        if not isinstance(fake, torch.Tensor):
+            return _torch.optimization_hint(fake)
+        sizes, strides = _hints(fake.shape), _hints(fake.stride())
+        real = torch.empty_strided(sizes, strides, dtype=fake.dtype, device=fake.device).zero_()
+        count = self._num_elements(fake)
+        if count:
+            real.view(-1)[:count] = True
+        return real
+
+    def _num_elements(self, fake: torch.Tensor) -> int:
+        if self.sizes is None or fake.dtype is not torch.bool or not _is_plain(fake):
+            return 0
+        return self.sizes.num_elements(fake)
+
+    def _corrected(self, fake: torch.Tensor, real: tuple[tuple[int, ...], tuple[int, ...]] | None) -> torch.Tensor:
         sizes = _hints(fake.shape)
-        if strides is None or len(strides) != fake.dim() or _hints(fake.stride()) == strides or 0 in sizes:
+        if real is None or real[0] != sizes or 0 in sizes:  # sizes may depend on values
+            return fake
+        strides = real[1]
+        if _hints(fake.stride()) == strides:
             return fake
         with self:
             if not any(isinstance(size, torch.SymInt) for size in fake.shape):  # comparing them would pin them
@@ -242,14 +265,6 @@ def tensors_in(value: Any) -> Iterator[torch.Tensor]:
 def _geometry_of(value: Any) -> Any:
     describe = lambda t: (*_hints((*t.shape, *t.stride())), t.dtype, t.device)  # noqa: E731
     return _torch.tree_map_only(torch.Tensor, describe, value)
-
-
-def _real(fake: torch.Tensor | torch.SymInt) -> torch.Tensor | int:
-    """Zeros in place of a fake tensor, the number itself in place of a symbolic one (which a kernel would pin)."""
-    if not isinstance(fake, torch.Tensor):
-        return _torch.optimization_hint(fake)
-    sizes, strides = _hints(fake.shape), _hints(fake.stride())
-    return torch.empty_strided(sizes, strides, dtype=fake.dtype, device=fake.device).zero_()
 
 
 def new_fake_mode(*, is_imagined: bool = True, env: _torch.ShapeEnv | None = None) -> TrueLayouts:

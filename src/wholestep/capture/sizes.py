@@ -93,6 +93,18 @@ class Sizes:
         self._depth = 0
         self._probe: _Probe | None = None
         session.fake_mode.sizes = self
+        session.fake_mode.cache_enabled = False  # it would give what has been found out quietly
+
+    def num_elements(self, mask: torch.Tensor) -> int:
+        """How many elements of a mask are taken to be true; 0 if nobody has asked for them."""
+        original = mask if self._probe is None else self._probe.before(mask)
+        tracer = self._session.tracer
+        node = _torch.node_of(tracer, original) if _torch.has_node(tracer, original) else None
+        known = self._known.get((aten.nonzero.default, (node,), ()))
+        if known is None:
+            return 0
+        size = self._made[known[0].symbol]
+        return _torch.optimization_hint(size) if self._probe is None else self._probe.at(size)
 
     @property
     def where(self) -> str | None:
@@ -138,7 +150,12 @@ class Sizes:
             if not asked or self._is_right(run, func, args, kwargs, result, asked):
                 return result
         with env.quiet(False):
-            return self._resolved(func, args, kwargs, run(args, kwargs))
+            result = self._resolved(func, args, kwargs, run(args, kwargs))
+        if not self._is_right(run, func, args, kwargs, result, asked):  # the kernel has branched without asking
+            self._require_classes(asked)
+            with env.quiet(False):
+                return self._resolved(func, args, kwargs, run(args, kwargs))
+        return result
 
     def _require_classes(self, symbols: Iterable[Any]) -> None:
         with self._env.quiet(False):
@@ -256,6 +273,8 @@ class Sizes:
             try:
                 with self._session.fake_mode:
                     trial_args, trial_kwargs = probe.exchanged((args, kwargs))
+                if _is_measured(func) and any(one.numel() == 0 for one in layouts.tensors_in(trial_args)):
+                    continue  # of nothing there is nothing to be found, whatever else is tried
                 found = self._resolved(func, trial_args, trial_kwargs, run(trial_args, trial_kwargs))
             except _FAILURES:
                 return False
@@ -418,7 +437,13 @@ class _Probe:
         shape, other_shape = shapes
         if shape != other_shape or old.dtype is not new.dtype:
             return False
-        return 0 in shape or operator.eq(*strides)
+        # How far it is to the next one says nothing where there is but one.
+        return 0 in shape or all(size == 1 or left == right for size, left, right in zip(shape, *strides, strict=True))
+
+
+def _is_measured(func: Any) -> bool:
+    """Whether an operator makes a size of its own; indexing by a mask asks for that of the mask."""
+    return torch.Tag.dynamic_output_shape in _torch.tags(func) and func is not aten.index.Tensor
 
 
 def _shapes(value: Any) -> list[tuple[int, ...]]:

@@ -17,7 +17,7 @@ import torch
 from wholestep import _waiting_torch
 from wholestep._threads import let_others_capture, one_at_a_time
 from wholestep.capture import Capture, capture, discover
-from wholestep.capture.record import OtherOutcome, Raises
+from wholestep.capture.record import OnlyInEager, OtherOutcome, Raises
 from wholestep.comm import FillBuckets, SplitOptimizer
 from wholestep.comm.plan import DataParallelPlan
 from wholestep.cost import dominant_logits, profile_memory
@@ -210,7 +210,9 @@ class StepRunner:
         try:
             return self._choose_with_others(call)
         except CaptureError as error:
-            is_certain = not self._has_gone_well and self.options.data_parallel is None
+            is_certain = isinstance(error, OnlyInEager) or (
+                not self._has_gone_well and self.options.data_parallel is None
+            )
             if isinstance(error, Raises) and is_certain and self.options.memory_budget is None:
                 return None
             if self.options.on_refusal == "raise":

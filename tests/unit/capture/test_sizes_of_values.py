@@ -130,7 +130,7 @@ def attended(model, features, mask, classes):
 
 
 LOSSES = {
-    squeezed: 3,
+    squeezed: 4,
     attended: 3,
     cross_entropy: 1,
     divided_by_rows: 1,
@@ -311,3 +311,33 @@ def test_steps_without_such_sizes_are_traced_as_ever() -> None:
     twins = Twins(small_world(), step)
     twins.step(batch(3, 0)[0])
     assert twins.compiled.captured.sizes_of_values is None
+
+
+def squeezed_rows(model, features, mask, classes):
+    return model(features)[mask].squeeze().sum(0).square().sum()
+
+
+def spread(model, features, mask, classes):
+    rows = model(features)[mask]
+    return (rows.std() + rows.var(0).sum()).nan_to_num()
+
+
+def test_rows_added_to_rows_and_one_row_added_to_all() -> None:
+    def loss(model: nn.Module, features: Tensor, mask: Tensor, classes: Tensor) -> Tensor:
+        out = model(features)
+        return out[mask].clone().add_(out[classes == 2]).square().sum()
+
+    twins = trained(loss)
+    for seed, (rows, others) in enumerate([(3, 3), (4, 1), (2, 2), (5, 1), (1, 1)]):
+        features, mask, _ = batch(rows, seed)
+        twins.step(features, mask, torch.cat([torch.full((others,), 2), torch.zeros(12 - others).long()]).reshape(3, 4))
+    assert twins.num_captures <= 3, twins.reasons
+
+
+@pytest.mark.filterwarnings("ignore:.*degrees of freedom")
+@pytest.mark.parametrize("loss", [squeezed_rows, spread])
+def test_one_row_is_a_case_of_its_own_for_some_kernels(loss) -> None:
+    twins = trained(loss)
+    for seed, rows in enumerate([4, 1, 3, 2, 1]):
+        twins.step(*batch(rows, seed))
+    assert twins.num_captures > 1

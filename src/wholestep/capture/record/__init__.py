@@ -1,6 +1,6 @@
 """What Python a step reads, writes and draws while it is traced: guards for later calls, and effects to do again."""
 
-from wholestep.capture.record.again import AsksBefore, DrawsWhole, HasSizes, Missed, Raises, Unsymbolic
+from wholestep.capture.record.again import AsksBefore, DrawsWhole, HasSizes, Missed, OnlyInEager, Raises, Unsymbolic
 from wholestep.capture.record.guard import Difference, ReadGuard
 from wholestep.capture.record.imports import Unimported
 from wholestep.capture.record.late import OtherOutcome
@@ -24,6 +24,7 @@ __all__ = [
     "HasSizes",
     "Missed",
     "Number",
+    "OnlyInEager",
     "OtherOutcome",
     "Program",
     "Raises",

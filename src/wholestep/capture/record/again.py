@@ -22,6 +22,10 @@ class Raises(CaptureError):
     """The step raises in this very call, because of a value that it has looked at: there is nothing to capture."""
 
 
+class OnlyInEager(Raises):
+    """This very call takes a course that a graph cannot be made of: it is to run as it is."""
+
+
 class Missed(BaseException):
     """The step uses a model or optimizer that nobody has found: it is traced again with that one among its inputs."""
 
