@@ -1,5 +1,8 @@
 """Sizes that values decide: `x[mask]` and its kin are eager's at every step, for no row, one, some and all."""
 
+from collections.abc import Callable
+from typing import Any
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -23,12 +26,12 @@ def batch(count: int, seed: int) -> tuple[Tensor, Tensor, Tensor]:
     return features, mask.reshape(3, 4), torch.randint(3, (3, 4), generator=generator)
 
 
-def trained(loss: nn.Module | object, **options: object) -> Twins:
+def trained(loss: Callable[..., Any], **options: Any) -> Twins:
     """A step of this loss, on batches whose number of rows changes."""
 
     def step(model: nn.Module, optimizer: torch.optim.Optimizer, features: Tensor, mask: Tensor, classes: Tensor):
         optimizer.zero_grad()
-        result = loss(model, features, mask, classes)  # type: ignore[operator]
+        result = loss(model, features, mask, classes)
         value = result[0] if isinstance(result, tuple) else result
         value.backward()
         optimizer.step()
