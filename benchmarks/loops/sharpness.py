@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from benchmarks.loops import World, edit, loop
+from benchmarks.loops import World, loop
 from benchmarks.loops.parts import SmallConvNet, images
 
 
@@ -43,7 +43,7 @@ class SAM(torch.optim.Optimizer):
             for p in group["params"]:
                 if p.grad is None:
                     continue
-                self._put_back(p)
+                p.data = self.state[p]["old_p"]
         self.base_optimizer.step()
         if zero_grad:
             self.zero_grad()
@@ -55,9 +55,6 @@ class SAM(torch.optim.Optimizer):
         self.first_step(zero_grad=True)
         closure()
         self.second_step()
-
-    def _put_back(self, p: Tensor) -> None:
-        p.data = self.state[p]["old_p"]
 
     def _grad_norm(self) -> Tensor:
         shared_device = self.param_groups[0]["params"][0].device
@@ -72,13 +69,6 @@ class SAM(torch.optim.Optimizer):
             ),
             p=2,
         )
-
-
-class CopyingSAM(SAM):
-    """The edit: values are copied back."""
-
-    def _put_back(self, p: Tensor) -> None:
-        p.copy_(self.state[p]["old_p"])
 
 
 def disable_running_stats(model: nn.Module) -> None:
@@ -143,10 +133,10 @@ class StepLR:
         return self.optimizer.param_groups[0]["lr"]
 
 
-def sam_world(adaptive: bool = False, kind: type[SAM] = SAM) -> Callable[[], World]:
+def sam_world(adaptive: bool = False) -> Callable[[], World]:
     def build() -> World:
         model = SmallConvNet(p=0.0)
-        optimizer = kind(
+        optimizer = SAM(
             model.parameters(), torch.optim.SGD, rho=2.0 if adaptive else 0.05, adaptive=adaptive, lr=0.1, momentum=0.9
         )
         return World(model=model, optimizer=optimizer, log=Log(), scheduler=StepLR(optimizer, 0.1, 10), epoch=0)
@@ -176,9 +166,6 @@ def next_epoch(w: World, returned: Any, number: int) -> None:
 SOURCE = {"kind": "SAM", "source": "davda54/sam example/train.py", "batch": images, "between": next_epoch}
 loop("SAM", build=sam_world(), **SOURCE)(sam_step)
 loop("ASAM", build=sam_world(adaptive=True), **SOURCE)(sam_step)
-COPY = "p.copy_(self.state[p]['old_p']) in place of p.data = ... in second_step"
-edit("SAM", COPY, build=sam_world(kind=CopyingSAM))(sam_step)
-edit("ASAM", COPY, build=sam_world(adaptive=True, kind=CopyingSAM))(sam_step)
 
 
 @loop("SAM by a closure", kind="SAM", source="davda54/sam README.md", build=sam_world(), batch=images)
@@ -193,9 +180,6 @@ def sam_closure(w: World, inputs: Tensor, targets: Tensor) -> Any:
     w.optimizer.step(closure)
     w.optimizer.zero_grad()
     return loss
-
-
-edit("SAM by a closure", COPY, build=sam_world(kind=CopyingSAM))(sam_closure)
 
 
 class GSAM(torch.optim.Optimizer):

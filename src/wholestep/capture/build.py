@@ -215,7 +215,10 @@ def _uses_gradients(node: fx.Node) -> bool:
 
 
 def _refuse_aliased_updates(graph: StepGraph, lifted: dict[str, Lifted]) -> None:
-    reals = [(entry.slot.id, entry.real) for entry in lifted.values() if isinstance(entry.real, torch.Tensor)]
+    """Refuse inputs in one memory, of which one is written; what the graph neither reads nor writes is none."""
+    used = graph.placeholders().keys() | graph.updates.keys()
+    tensors = [entry for entry in lifted.values() if isinstance(entry.real, torch.Tensor) and entry.slot.id in used]
+    reals = [(entry.slot.id, entry.real) for entry in tensors]
     spans = [found for name, real in reals if (found := span(name, real)) is not None]
     if (pair := first_overlap(spans, graph.updates)) is not None:
         order = [name for name, _ in reals]

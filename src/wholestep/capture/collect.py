@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.optim import Optimizer
 
 from wholestep import _torch
+from wholestep._memory_torch import form_of
 from wholestep.capture import binding, source
 from wholestep.capture.discover import Reachable
 from wholestep.capture.record import Recorder
@@ -17,7 +18,7 @@ from wholestep.capture.record.effects import Effects, find_effects
 from wholestep.capture.record.late import Late
 from wholestep.capture.record.numbers import Number
 from wholestep.capture.record.places import ABSENT
-from wholestep.capture.record.templates import Template, Templates, refuse_attributes
+from wholestep.capture.record.templates import Template, Templates, ViewOfSlot, refuse_attributes
 from wholestep.capture.session import Lifted, Reassigned, Session
 from wholestep.errors import CaptureError
 from wholestep.graph import Slot, SlotKind
@@ -80,10 +81,40 @@ def _refuse_shared_memory(session: Session, found: Reachable) -> None:
         held += [(f"{name}.state['{key}']", one) for state in optimizer.state.values() for key, one in state.items()]
     for root in found.modules.values():
         held += [(f"buffer '{name}'", buffer) for name, buffer in root.named_buffers()]
+    joined = {id(entry.value) for optimizer in found.optimizers.values() for entry in _joined_state(session, optimizer)}
     for moved in session.reassigned.values():
         for name, other in held:
-            if isinstance(other, torch.Tensor) and other is not moved.twin and _overlap(other, moved.twin):
+            if not isinstance(other, torch.Tensor) or other is moved.twin or id(other) in joined:
+                continue
+            if _overlap(other, moved.twin):
                 raise _shared(moved, name)
+
+
+class _Joined(NamedTuple):
+    """An entry of state that a parameter has been given as its data: they are one memory from there on."""
+
+    owner: Lifted
+    key: Any
+    value: torch.Tensor
+    base: Lifted
+
+
+def _joined_state(session: Session, optimizer: Optimizer) -> Iterator[_Joined]:
+    """Of an optimizer's state: tensors that lie just as a parameter does whose `.data` they have become."""
+    owners = {id(lifted.twin): lifted for lifted in session.parameters}
+    moved = [owners[key] for key, one in session.reassigned.items() if key in owners and one.has_moved]
+    for twin, entries in optimizer.state.items() if moved else ():
+        for key, value in entries.items() if id(twin) in owners else ():
+            if not isinstance(value, _torch.FunctionalTensor) or session.recorder.twins.of(value) is not None:
+                continue
+            for base in moved:
+                is_there = _torch.storage_key(value) == _torch.storage_key(base.twin)
+                if is_there and _reach(value) == _reach(base.twin) and _lies_as(value, base.real):
+                    yield _Joined(owners[id(twin)], key, value, base)
+
+
+def _lies_as(tensor: torch.Tensor, real: torch.Tensor) -> bool:
+    return _type_of(tensor) == _type_of(real) and [*map(int, tensor.stride())] == [*real.stride()]
 
 
 def _overlap(one: torch.Tensor, other: torch.Tensor) -> bool:
@@ -157,6 +188,14 @@ def _collect_outputs(
         (binding.StateOf(optimizer, owner, key), templates.of(value, f"the step keeps in the state of {name}"))
         for name, optimizer in found.optimizers.items()
         for owner, key, value in _python_in_state(session, optimizer)
+    ]
+    state += [
+        (
+            binding.StateOf(optimizer, joined.owner.real, joined.key),
+            ViewOfSlot(bindings[joined.base.slot.id], form_of(joined.base.real)),
+        )
+        for optimizer in found.optimizers.values()
+        for joined in _joined_state(session, optimizer)
     ]
     late = _late_numbers(recorder, templates, computed)
     recorder.needed = templates.numbers | recorder.late.imported.keys()
@@ -241,6 +280,7 @@ def _collect_state(
         if isinstance(where := bindings.get(lifted.slot.id), binding.StateOf)
     }
     owners = {id(lifted.twin): lifted for lifted in session.parameters}
+    joined = {id(entry.value) for optimizer in found.optimizers.values() for entry in _joined_state(session, optimizer)}
     _refuse_shared_entries(session, found)
     for name, optimizer in found.optimizers.items():
         present = {(id(optimizer), id(twin), key) for twin, entries in optimizer.state.items() for key in entries}
@@ -255,7 +295,7 @@ def _collect_state(
                 known = slots.get((id(optimizer), id(twin), key))
                 is_as_before = known is not None and value is known.twin
                 before = session.state_before.get((id(optimizer), id(twin), key), ABSENT)
-                if is_as_before or value is before or _is_of_python(value):
+                if is_as_before or value is before or _is_of_python(value) or id(value) in joined:
                     continue
                 if known is not None and isinstance(value, torch.Tensor) and _type_of(value) == _type_of(known.twin):
                     rebound.add(known.slot.id)

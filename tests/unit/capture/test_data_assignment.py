@@ -165,6 +165,42 @@ def test_the_step_is_eagers(step: Callable[..., Any], make_optimizer: Any) -> No
     assert twins.num_captures <= 2
 
 
+def climbed(model: Any, optimizer: Optimizer) -> Any:
+    """As sharpness-aware minimisation does it: what was kept in the state of the optimizer becomes the data again."""
+    loss_of(model).backward()
+    with torch.no_grad():
+        for p in model.parameters():
+            if p.grad is not None:
+                optimizer.state[p]["old"] = p.data.clone()
+                p.add_(p.grad * 0.1)
+    optimizer.zero_grad()
+    loss = loss_of(model)
+    loss.backward()
+    for p in model.parameters():
+        if p.grad is not None:
+            p.data = optimizer.state[p]["old"]
+    finish(optimizer)
+    return loss
+
+
+@pytest.mark.parametrize("options", [{}, {"cross_iteration": "all"}, {"memory_budget": 1.0}], ids=str)
+def test_data_that_stays_in_the_state_of_an_optimizer(options: dict[str, Any]) -> None:
+    twins = Twins(small_world(Net), climbed, **options)
+    for _ in range(5):
+        twins.step()
+        for world in twins.worlds:
+            weight = world.model.first.weight
+            assert world.optimizer.state[weight]["old"].data_ptr() == weight.data_ptr()
+    assert twins.num_captures <= 2, twins.reasons
+
+
+def test_data_that_stays_in_the_state_and_is_read_there() -> None:
+    twins = Twins(small_world(Net), share_with_state_that_is_read)
+    twins.step()
+    with pytest.raises(CaptureError, match=r"param.first.weight and state.first.weight.kept share memory"):
+        twins.compiled(twins.worlds[1].model, twins.worlds[1].optimizer)
+
+
 def share_with_another(model: Any, optimizer: Optimizer) -> Any:
     model.first.bias.data = model.other.data
     return trained(model, optimizer)
@@ -174,10 +210,19 @@ def share_with_state(model: Any, optimizer: Optimizer) -> Any:
     loss = loss_of(model)
     loss.backward()
     kept = model.first.weight.data.clone()
-    optimizer.state[model.first.weight]["kept"] = kept
+    optimizer.state[model.first.weight]["kept"] = kept.flatten()
     model.first.weight.data = kept
     finish(optimizer)
     return loss
+
+
+def share_with_state_that_is_read(model: Any, optimizer: Optimizer) -> Any:
+    state = optimizer.state[model.first.weight]
+    before = state["kept"].sum() if "kept" in state else 0.0
+    kept = model.first.weight.data.clone()
+    state["kept"] = kept
+    model.first.weight.data = kept
+    return trained(model, optimizer) + before
 
 
 def share_with_gradient(model: Any, optimizer: Optimizer) -> Any:
