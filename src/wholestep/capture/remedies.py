@@ -1,7 +1,8 @@
 """What to change where a library looks at a value: the argument that makes it look, where one can be seen.
 
 The functions between the user's line and the one that looks are read: an `if` around that line which asks for an
-argument of its function, or for an attribute that the object was given as one, tells how to go round it.
+argument of its function, or for an attribute that the object was given as one, tells how to go round it, where what
+runs in place of its body looks at nothing.
 
     if self._validate_args: ...         Normal(validate_args=False)
     if is_causal is None: ...           TransformerEncoder.forward(is_causal=...)
@@ -11,6 +12,7 @@ from __future__ import annotations
 
 import ast
 import inspect
+import itertools
 import textwrap
 from collections.abc import Iterable, Iterator
 from types import FrameType, FunctionType
@@ -70,17 +72,65 @@ def _switches(frame: FrameType, line: int) -> Iterator[tuple[str, str, str | Non
     except (OSError, SyntaxError, TypeError):
         return
     here = line - max(first, 1) + 1
-    around = [node for node in ast.walk(tree) if isinstance(node, ast.If) and _leads_to(node, here)]
+    around = [node for node in ast.walk(tree) if isinstance(node, ast.If) and _guards(node, tree, here)]
     for node in reversed(around):
-        for test in node.test.values if isinstance(node.test, ast.BoolOp) else [node.test]:
+        for test in _deciding(node, here):
             found = _asked(test, frame)
             if found is not None:
                 yield found
 
 
-def _leads_to(node: ast.If, line: int) -> bool:
-    end = node.body[-1].end_lineno or node.lineno
-    return node.lineno <= line <= end
+def _guards(node: ast.If, function: ast.AST, line: int) -> bool:
+    """Whether a line runs in an `if`, and what runs where the condition does not hold cannot look at values.
+
+    A body that leaves the function or a loop is one way of two to the same result: `if plain: return encode(x)`. What
+    follows it is the other way, and looks as well, unless it only hands on what is there.
+    """
+    if not node.lineno <= line <= (node.body[-1].end_lineno or node.lineno):
+        return False
+    others = list(node.orelse)
+    if not _is_of_test(node, line) and _leaves(node.body, line):
+        others += [found for found in ast.walk(function) if isinstance(found, ast.stmt) and found.lineno > _end(node)]
+    return all(isinstance(part, _HANDING_ON) for other in others for part in ast.walk(other))
+
+
+_HANDING_ON = (ast.Assign, ast.Return, ast.Pass, ast.Tuple, ast.Constant, ast.Name, ast.Attribute, ast.expr_context)
+
+
+def _leaves(body: list[ast.stmt], line: int) -> bool:
+    """Whether a body, or a block in it that runs the line, ends by leaving. Raising is no other way to a result."""
+    inner = (part for statement in body for part in ast.walk(statement))
+    blocks = [body, *(getattr(part, name, None) for part in inner for name in ("body", "orelse", "finalbody"))]
+    running = [block for block in blocks if isinstance(block, list) and any(_covers(part, line) for part in block)]
+    return any(isinstance(block[-1], (ast.Return, ast.Continue, ast.Break)) for block in running)
+
+
+def _covers(node: ast.stmt, line: int) -> bool:
+    return node.lineno <= line <= _end(node)
+
+
+def _is_of_test(node: ast.If, line: int) -> bool:
+    return line <= _end(node.test) and line < node.body[0].lineno
+
+
+def _end(node: ast.stmt | ast.expr) -> int:
+    return node.end_lineno or node.lineno
+
+
+def _deciding(node: ast.If, line: int) -> list[ast.expr]:
+    """The parts of a condition any of which alone makes it false, before anything of it looks."""
+    if not isinstance(node.test, ast.BoolOp):
+        return [node.test]
+    if isinstance(node.test.op, ast.Or):
+        return []
+    if not _is_of_test(node, line):
+        return node.test.values
+    return list(itertools.takewhile(lambda part: not any(map(_may_look, ast.walk(part))), node.test.values))
+
+
+def _may_look(part: ast.AST) -> bool:
+    is_plain = isinstance(part, (ast.Compare, ast.UnaryOp, ast.Is, ast.IsNot, ast.Not, *_HANDING_ON))
+    return not is_plain
 
 
 def _asked(test: ast.expr, frame: FrameType) -> tuple[str, str, str | None] | None:
