@@ -17,6 +17,7 @@ from torch.optim import SGD, Optimizer
 
 from wholestep import _torch
 from wholestep.capture import source
+from wholestep.capture.blank import is_blank
 from wholestep.errors import CaptureError
 
 State = dict[torch.Tensor, dict[str, Any]]
@@ -54,8 +55,11 @@ def state_before(optimizers: Mapping[str, Optimizer]) -> tuple[dict[str, State],
 
 
 def _makes_of_rates(optimizer: Optimizer) -> bool:
-    """Whether what a parameter's state begins with depends on the learning rate (`Rprop`, `ASGD`)."""
-    if isinstance(optimizer, SGD):
+    """Whether what a parameter's state begins with depends on the learning rate (`Rprop`, `ASGD`).
+
+    Nobody can tell where tensors have no memory; such a step is planned and does not run.
+    """
+    if isinstance(optimizer, SGD) or any(is_blank(p) for group in optimizer.param_groups for p in group["params"]):
         return False
     return any(
         _example(optimizer, group, 1.0) != _example(optimizer, group, 2.0)
