@@ -10,7 +10,10 @@ from __future__ import annotations
 
 import argparse
 import gc
+import math
 import sys
+import time
+import zlib
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -32,6 +35,7 @@ def main() -> None:
     parser.add_argument("tables", nargs="*", default=[*TABLES], help="which tables (all)")
     parser.add_argument("--only", help="cases whose name contains this")
     parser.add_argument("--every", type=int, default=1, help="one in so many families, for a look")
+    parser.add_argument("--minutes", type=float, default=math.inf, help="stop after that time (a random sample)")
     parser.add_argument("--part", choices=["open", "held-back", "all"], default="all")
     parser.add_argument("--write", action="store_true", help="write docs/coverage.md (that table's part of it)")
     options = parser.parse_args()
@@ -39,10 +43,11 @@ def main() -> None:
     for name in options.tables:
         known = [*TABLES[name]()]
         apart = held_back(case.family for case in known)
-        outcomes = _run(name, [case for case in known if _is_chosen(case, options, apart)])
-        print(page.summary(name, outcomes, apart))
+        chosen = [case for case in known if _is_chosen(case, options, apart)]
+        outcomes = _run(name, chosen, options.minutes)
+        print(page.summary(outcomes, apart))
         if options.write:
-            page.write(name, outcomes, apart)
+            page.write(name, outcomes, apart, len(known))
 
 
 def _is_chosen(case: Case, options: Any, apart: frozenset[str]) -> bool:
@@ -53,9 +58,14 @@ def _is_chosen(case: Case, options: Any, apart: frozenset[str]) -> bool:
     return sum(case.family.encode()) % options.every == 0
 
 
-def _run(table: str, cases: list[Case]) -> list[Outcome]:
+def _run(table: str, cases: list[Case], minutes: float) -> list[Outcome]:
     outcomes: list[Outcome] = []
+    end = time.monotonic() + 60 * minutes
+    if math.isfinite(minutes):
+        cases = sorted(cases, key=lambda case: zlib.crc32(case.family.encode()))
     for number, case in enumerate(cases, 1):
+        if time.monotonic() > end:
+            break
         print(f"\r{table} {number}/{len(cases)} {case.name[:60]:60}", end="", file=sys.stderr, flush=True)
         outcomes.append(run(case))
         if outcomes[-1].kind not in (Kind.BITWISE, Kind.EXCLUDED):

@@ -9,13 +9,14 @@ from typing import Any
 import torch
 from tests.twins import World
 from torch import Tensor
+from torch.nn.parameter import is_lazy
 from torch.testing._internal.common_modules import ModuleInfo, module_db
 from torch.utils import _pytree as pytree
 
 from benchmarks.coverage.cases import Case
 from benchmarks.coverage.ops import NUM_STEPS, loss_of, spread
 
-SAMPLES = 4
+SAMPLES = 3
 
 
 def cases(samples: int = SAMPLES) -> Iterator[Case]:
@@ -39,6 +40,8 @@ def _case(info: ModuleInfo, name: str, sample: Any) -> Case:
 
     def build() -> World:
         model = info.module_cls(*copy.deepcopy(args), **copy.deepcopy(kwargs)).train()
+        if any(map(is_lazy, model.parameters())):
+            model(*copy.deepcopy(given), **copy.deepcopy(named))  # what is made lazily is made beforehand
         parameters = [*model.parameters()] or [torch.nn.Parameter(torch.ones(3))]
         return World(model=model, optimizer=torch.optim.SGD(parameters, lr=0.01))
 

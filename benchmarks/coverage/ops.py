@@ -18,7 +18,7 @@ from torch.utils import _pytree as pytree
 from benchmarks.coverage.cases import Case
 
 NUM_STEPS = 3
-SAMPLES = 4
+SAMPLES = 2
 
 
 # Out of sight of the steps: operators are objects that torch notes things on.

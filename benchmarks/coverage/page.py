@@ -16,7 +16,7 @@ PAGE = Path(__file__).parents[2] / "docs" / "coverage.md"
 _ORDER = [*Kind]
 
 
-def summary(name: str, outcomes: list[Outcome], apart: frozenset[str]) -> str:
+def summary(outcomes: list[Outcome], apart: frozenset[str]) -> str:
     """Counts of families and of cases, those that were held back apart."""
     lines = ["| | " + " | ".join(_ORDER) + " |", "|---|" + "---|" * len(_ORDER)]
     parts = {
@@ -43,15 +43,15 @@ def families_of(outcomes: Iterable[Outcome]) -> dict[str, Kind]:
     return worst
 
 
-def write(name: str, outcomes: list[Outcome], apart: frozenset[str]) -> None:
+def write(name: str, outcomes: list[Outcome], apart: frozenset[str], num_known: int) -> None:
     """Replace the part of the page between the marks of a table."""
     begin, end = f"<!-- {name}: begin -->", f"<!-- {name}: end -->"
     text = PAGE.read_text(encoding="utf-8")
     before, _, rest = text.partition(begin)
     _, _, after = rest.partition(end)
-    body = "\n\n".join(
-        [f"torch {torch.__version__.partition('+')[0]}", summary(name, outcomes, apart), _others(outcomes)]
-    )
+    version = torch.__version__.partition("+")[0]
+    tried = "all cases" if len(outcomes) == num_known else f"{len(outcomes)} of {num_known} cases, drawn by a seed"
+    body = "\n\n".join([f"torch {version}, {tried}.", summary(outcomes, apart), _others(outcomes)])
     PAGE.write_text(f"{before}{begin}\n\n{body}\n\n{end}{after}", encoding="utf-8")
 
 

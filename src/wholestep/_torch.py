@@ -200,7 +200,8 @@ def take_data(tensor: torch.Tensor, value: torch.Tensor) -> None:
 @functools.cache
 def is_a_check(func: Any) -> bool:
     """Whether an operator does nothing but look at values, and torch does not know that it must stay in a graph."""
-    if not isinstance(func, torch._ops.OpOverload) or func in _side_effectful_functions:
+    is_kept = func in _side_effectful_functions and func is not torch.ops.aten._assert_async.msg
+    if not isinstance(func, torch._ops.OpOverload) or is_kept:
         return False
     arguments = func._schema.arguments
     return not func._schema.returns and str(arguments[0].type) == "Tensor" and not any(map(is_written, arguments))

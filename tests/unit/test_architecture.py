@@ -29,6 +29,7 @@ TORCH_FILE = "_torch.py"
 _PRIVATE = (
     "_aot_torch",
     "_autograd_torch",
+    "_branches_torch",
     "_bytecode_torch",
     "_fake_torch",
     "_inductor_torch",

@@ -22,6 +22,7 @@ from collections.abc import Collection, Iterable
 from types import FrameType
 from typing import Any
 
+import numpy as np
 import torch
 from torch import fx
 
@@ -37,7 +38,7 @@ _PLUMBING = tuple(
     for path in (["_subclasses"], ["_tensor.py"], ["overrides.py"], ["_ops.py"], ["fx"], ["utils", "_stats.py"])
 )
 """Code of torch that is between somebody who asks and the answer."""
-_OF_FINITENESS = (math.isfinite, math.isnan, math.isinf)
+_OF_FINITENESS = (math.isfinite, math.isnan, math.isinf, np.isfinite, np.isnan, np.isinf)
 _SCALING = (aten._amp_update_scale.default, aten._amp_update_scale_.default)
 _HANDED_ON = (operator.getitem, aten.copy.default, aten.copy_.default, aten.detach.default, aten.alias.default)
 _ENDS = frozenset(["RETURN_VALUE", "RETURN_CONST", "RETURN_GENERATOR", "YIELD_VALUE", "SEND"])

@@ -13,7 +13,7 @@ from wholestep import _torch
 from wholestep._memory_torch import form_of
 from wholestep.capture import binding, source
 from wholestep.capture.discover import Reachable
-from wholestep.capture.record import Recorder
+from wholestep.capture.record import Raises, Recorder
 from wholestep.capture.record.effects import Effects, find_effects
 from wholestep.capture.record.late import Late
 from wholestep.capture.record.numbers import Number
@@ -245,7 +245,10 @@ def _collect_buffers(
                 if slot_id is not None:
                     current.setdefault(slot_id, []).append(value)
                 elif value is not None:
-                    raise _replaced(f"buffer '{_join(path, name)}'")
+                    raise Raises(
+                        f"the step makes buffer '{_join(path, name)}', which is not there before it",
+                        advice="Make it before the first step: call the model once",
+                    )
     rebound: set[str] = set()
     for slot_id, values in current.items():
         lifted = next(lifted for lifted in session.lifted.values() if lifted.slot.id == slot_id)

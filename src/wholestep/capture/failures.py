@@ -29,7 +29,8 @@ _INTERPOSE = os.path.join(os.path.dirname(__file__), "interpose.py")
 _OF_MACHINERY = (AssertionError, AttributeError, ImportError, LookupError, NameError, NotImplementedError)
 """What torch raises where tracing breaks, and what users never see of it in eager but for an index out of range."""
 _SYMBOL = re.compile(
-    r"\b(zu|zf|zuf|u|s)\d+\b|proxy|Sym(Int|Float|Bool)|[Ff]unctional|[Ff]ake ?[Tt]ensor|torch\._|aten[.:]"
+    r"\b(zu|zf|zuf|u|s)\d+\b|data is not allocated|proxy|Sym(Int|Float|Bool)|[Ff]unctional|[Ff]ake ?[Tt]ensor"
+    r"|torch\._|aten[.:]"
 )
 """Words that only those know who trace."""
 _TORCHS_LOG = logging.getLogger("torch._subclasses.fake_tensor")

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Container, Generator, Iterable, Iterator, Sequence
-from typing import Any, cast
+from typing import Any, NoReturn, cast
 from unittest import mock
 
 import torch
@@ -23,10 +23,10 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.overrides import TorchFunctionMode
 
-from wholestep import _autograd_torch, _recording_torch, _torch
+from wholestep import _autograd_torch, _branches_torch, _recording_torch, _torch
 from wholestep._threads import only_where
 from wholestep.capture import fused, indexing, remedies, source
-from wholestep.capture.record import Number
+from wholestep.capture.record import LateArray, Number
 from wholestep.capture.session import Reassigned, Session
 from wholestep.capture.trail import listening
 from wholestep.errors import CaptureError
@@ -36,6 +36,7 @@ _READS_A_VALUE = {
     torch.Tensor.item: ".item()",
     torch.Tensor.tolist: ".tolist()",
     torch.Tensor.numpy: ".numpy()",
+    torch.Tensor.__array__: "an array of a tensor (np.array, np.asarray)",
     torch.Tensor.__bool__: "an `if`, `while`, `and` or bool() on a tensor",
     torch.Tensor.__float__: "float()",
     torch.Tensor.__int__: "int()",
@@ -46,7 +47,7 @@ _READS_A_VALUE = {
     torch.is_nonzero: "torch.is_nonzero()",
 }
 # More than a number: an array, or text.
-_SHOWS_A_VALUE = (torch.Tensor.numpy, torch.Tensor.__format__, torch.Tensor.__repr__)
+_SHOWS_A_VALUE = (torch.Tensor.numpy, torch.Tensor.__array__, torch.Tensor.__format__, torch.Tensor.__repr__)
 _NO_SYMBOLIC_KERNEL = (F.pad, torch.constant_pad_nd, F.linear)
 _DIFFERENCES: dict[Callable[..., Any], Callable[..., Any]] = {
     torch.sub: torch.add,
@@ -73,7 +74,9 @@ class Interposer(TorchFunctionMode):
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         session = self.session
-        if not _torch.is_functionalising():  # torch looks at tensors inside an operator that C++ has called
+        if not (
+            _torch.is_functionalising() or func in _branches_torch.BRANCHES
+        ):  # torch looks at tensors inside an operator that C++ has called
             return func(*args, **(kwargs or {}))
         if session.recorder.is_drawing:
             session.recorder.refuse(f"uses torch ({func.__name__}) in a function that draws", "Draw with torch")
@@ -85,6 +88,8 @@ class Interposer(TorchFunctionMode):
             number = session.looks.number(args[0])
             if number is not None:
                 return number if func is torch.Tensor.item else format(number, args[1])
+        if func is torch.Tensor.numpy and _may_be_late(args[0]):
+            return LateArray(args[0], lambda: _refuse_array(session))
         if func in _READS_A_VALUE and session.phase is not Phase.OPTIMIZER and not _is_known(session, func, args[0]):
             raise CaptureError(
                 f"{source.what_reads(_READS_A_VALUE[func])} needs a value that is only known when the step runs",
@@ -126,6 +131,9 @@ class Interposer(TorchFunctionMode):
             return fused.call(self.session, func, args, kwargs)
         if indexing.fills_where(func, args):
             return indexing.fill_where(*args)
+        if func in _branches_torch.BRANCHES:
+            with self:
+                return _branches_torch.BRANCHES[func](*args, **kwargs)
         if func is torch.autograd.grad:
             outputs = args[0] if args else kwargs["outputs"]
             outputs = [outputs] if isinstance(outputs, torch.Tensor) else outputs
@@ -151,6 +159,8 @@ class Interposer(TorchFunctionMode):
         """`value` with every real tensor in it exchanged for its traced twin."""
         if type(value) is Number:
             return self.session.symbol(value)
+        if type(value) is LateArray:
+            _refuse_array(self.session)
         if isinstance(value, torch.Tensor):
             return value if _torch.is_traced(value) else self.session.adopt(value)
         if isinstance(value, tuple) and type(value) is tuple:
@@ -264,6 +274,20 @@ def _form(tensor: torch.Tensor) -> tuple[Any, ...]:
     return tensor.shape, strides, tensor.dtype, tensor.device
 
 
+def _may_be_late(tensor: torch.Tensor) -> bool:
+    """Whether an array of a tensor can be made after the graph has run: where eager makes one."""
+    is_plain = tensor.device.type == "cpu" and not (tensor.is_conj() or tensor.is_neg())
+    return _torch.is_traced(tensor) and is_plain and not tensor.requires_grad
+
+
+def _refuse_array(session: Session) -> NoReturn:
+    session.recorder.refuse(
+        "looks into an array of a tensor (.numpy()), which is only known when the step runs",
+        "Return the array, or keep it, and look into it after the call",
+    )
+    raise AssertionError("refused")
+
+
 def _is_known(session: Session, func: Callable[..., Any], value: Any) -> bool:
     """Whether a value can be looked at: a constant's, or one that the arguments of the call decide."""
     if not isinstance(value, torch.Tensor):
@@ -301,6 +325,7 @@ def interposed(session: Session, module_names: dict[int, str]) -> Generator[None
         _torch.compiling_flag(not session.questions.is_answering),
         _torch.transparent_checkpoints(session.in_checkpoint_region, session.is_here),
         _replaced(session, torch.autograd, "backward", _traced_backward(session)),
+        _replaced(session, *_branches_torch.check_with(Number)),
         _replaced(session, Optimizer, "zero_grad", _traced_zero_grad(session, Optimizer.zero_grad)),
         _replaced(session, nn.Module, "zero_grad", _traced_zero_grad(session, nn.Module.zero_grad)),
         _replaced(session, ReduceLROnPlateau, "step", _refuse_scheduler),

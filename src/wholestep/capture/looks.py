@@ -20,7 +20,7 @@ from torch import fx
 from wholestep import _recording_torch, _torch
 from wholestep.capture import blank, checks, remedies, source
 from wholestep.capture.preview import Preview
-from wholestep.capture.record.again import Raises
+from wholestep.capture.record.again import raises_of_a_value
 from wholestep.capture.record.late import Check, Leaf, OtherOutcome, Requirement
 from wholestep.capture.record.numbers import Number, origins_of
 from wholestep.errors import CaptureError
@@ -171,9 +171,7 @@ class Looks:
     def _require(self, check: Check, leaves: Sequence[str], outcome: bool | None) -> None:
         self._add(check, [self._nodes[name] for name in leaves])
         if outcome is not None and checks.leads_to_an_error(outcome):
-            raise Raises(
-                "the step raises an error, because of a value that it has computed", location=source.current_location()
-            )
+            raise raises_of_a_value(source.current_location())
 
     def _add(self, check: Check, nodes: list[fx.Node]) -> None:
         """Let the graph look again, here: all that it looks at has been computed."""

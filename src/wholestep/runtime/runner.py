@@ -17,7 +17,7 @@ import torch
 from wholestep import _waiting_torch
 from wholestep._threads import let_others_capture, one_at_a_time
 from wholestep.capture import Capture, capture, discover
-from wholestep.capture.record import OnlyInEager, OtherOutcome, Raises
+from wholestep.capture.record import OnlyInEager, OtherOutcome, Raises, raises_of_a_value
 from wholestep.comm import FillBuckets, SplitOptimizer
 from wholestep.comm.plan import DataParallelPlan
 from wholestep.cost import dominant_logits, profile_memory
@@ -197,7 +197,7 @@ class StepRunner:
                 except OtherOutcome as error:  # an operator that checks, which the trace has not asked: eager raises
                     self._forget(fresh)
                     if is_budgeted:
-                        raise Raises("the step raises an error, because of a value that it has computed") from error
+                        raise raises_of_a_value() from error
                     self._num_outcomes = _MAX_OUTCOMES
         return self._run_in_eager(call)
 

@@ -154,7 +154,7 @@ TOLD_APART: dict[str, Callable[[Tensor, Tensor], Any]] = {
     "is not a number": lambda loss, x: (loss > 1).int().item() is not x.dim(),
     "operator.is_": lambda loss, x: operator.is_((loss > 1).item(), False),
     "json": lambda loss, x: json.dumps({"loss": [loss.item()]}, default=str),
-    "ufunc": lambda loss, x: np.isnan(loss.item()),
+    "ufunc": lambda loss, x: np.sqrt(loss.item()),
     "type of a power": lambda loss, x: type(2 ** (loss > 1).int().item()),
     "type of a complex power": lambda loss, x: isinstance((loss - 1).item() ** 0.5 + 1, float),
     "type of the largest": lambda loss, x: isinstance(max(1, loss.item()), float),

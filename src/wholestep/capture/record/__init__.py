@@ -1,6 +1,16 @@
 """What Python a step reads, writes and draws while it is traced: guards for later calls, and effects to do again."""
 
-from wholestep.capture.record.again import AsksBefore, DrawsWhole, HasSizes, Missed, OnlyInEager, Raises, Unsymbolic
+from wholestep.capture.record.again import (
+    AsksBefore,
+    DrawsWhole,
+    HasSizes,
+    Missed,
+    OnlyInEager,
+    Raises,
+    Unsymbolic,
+    raises_of_a_value,
+)
+from wholestep.capture.record.arrays import LateArray
 from wholestep.capture.record.guard import Difference, ReadGuard
 from wholestep.capture.record.imports import Unimported
 from wholestep.capture.record.late import OtherOutcome
@@ -22,6 +32,7 @@ __all__ = [
     "DrawsWhole",
     "Filling",
     "HasSizes",
+    "LateArray",
     "Missed",
     "Number",
     "OnlyInEager",
@@ -38,4 +49,5 @@ __all__ = [
     "Watch",
     "is_number",
     "listening",
+    "raises_of_a_value",
 ]

@@ -22,6 +22,12 @@ class Raises(CaptureError):
     """The step raises in this very call, because of a value that it has looked at: there is nothing to capture."""
 
 
+def raises_of_a_value(location: str | None = None) -> Raises:
+    """What only a caller sees who has asked for a memory budget: without one, the call runs as it is."""
+    what = "the step raises an error, because of a value that it has computed"
+    return Raises(what, location=location, advice="Call the step itself, without memory_budget=, to see that error")
+
+
 class OnlyInEager(Raises):
     """This very call takes a course that a graph cannot be made of: it is to run as it is."""
 

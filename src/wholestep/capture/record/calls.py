@@ -76,6 +76,7 @@ def _is_hashable(function: Any) -> bool:
 
 def choose(recorder: Recorder, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """What to call in place of `function` with these arguments."""
+    number_calls.refuse_arrays(function, args)
     kind = type(function)
     if len(args) == 1 and _torch.is_traced(args[0]) and _is_hashable(function) and function in number_calls.OF_NUMBERS:
         return functools.partial(number_calls.of_tensor, recorder, function)
@@ -97,7 +98,8 @@ def choose(recorder: Recorder, function: Any, args: tuple[Any, ...], kwargs: dic
     has_numbers = any(type(arg) is numbers.Number for arg in (*args, *kwargs.values()))
     if isinstance(function, type):
         return (_with_numbers if has_numbers else _class)(recorder, function, args, kwargs)
-    if kind in _C_CALLABLES or kind is types.BuiltinMethodType or (has_numbers and number_calls.is_torchs(function)):
+    is_number_call = has_numbers and (number_calls.is_torchs(function) or number_calls.is_on_numbers(function))
+    if kind in _C_CALLABLES or kind is types.BuiltinMethodType or is_number_call:
         return (_with_numbers if has_numbers else _builtin)(recorder, function, args, kwargs)
     if _is_hashable(function) and function in recorder.handlers:
         return recorder.handlers[function](recorder, function, args, kwargs)
@@ -346,7 +348,7 @@ def _handed_on(values: Iterable[Any]) -> Iterator[Any]:
 
 def _with_numbers(recorder: Recorder, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """A call with a changing number among its arguments: computed again, exchanged by torch's own kind, or settled."""
-    if function in number_calls.ON_NUMBERS and all(map(numbers.are_numbers, (*args, *kwargs.values()))):
+    if number_calls.is_on_numbers(function) and all(map(numbers.are_numbers, (*args, *kwargs.values()))):
         return functools.partial(number_calls.compute, function)
     if _is_hashable(function) and function in number_calls.COMPARING:
         _give(recorder, args, kwargs)

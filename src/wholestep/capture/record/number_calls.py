@@ -12,9 +12,11 @@ import types
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 
 from wholestep.capture.record import numbers
+from wholestep.capture.record.arrays import LateArray
 
 if TYPE_CHECKING:
     from wholestep.capture.record.recorder import Recorder
@@ -29,7 +31,7 @@ _HOLDING = frozenset(["builtins", "itertools", "functools", "_functools", "opera
 }
 OF_NUMBERS = frozenset([*(f for f in vars(math).values() if isinstance(f, types.BuiltinFunctionType)), float, int])
 """What gives a number for a tensor as well: it asks for its value."""
-ON_NUMBERS = OF_NUMBERS | {abs, round, pow}
+ON_NUMBERS = OF_NUMBERS | {abs, round, pow, np.isfinite, np.isnan, np.isinf}
 
 
 def _bisect_right(a: Any, x: Any, lo: int = 0, hi: int | None = None, *, key: Any = None) -> int:
@@ -57,6 +59,18 @@ def _bisect_left(a: Any, x: Any, lo: int = 0, hi: int | None = None, *, key: Any
 
 COMPARING: dict[Any, Callable[..., int]] = {bisect.bisect_left: _bisect_left, bisect.bisect_right: _bisect_right}
 """C functions that only compare, in Python: each outcome is taken for granted, and not the very number."""
+
+
+def is_on_numbers(function: Any) -> bool:
+    """Whether a function of numbers gives a number, and can be computed again."""
+    return isinstance(function, (types.BuiltinFunctionType, type, np.ufunc)) and function in ON_NUMBERS
+
+
+def refuse_arrays(function: Any, args: tuple[Any, ...]) -> None:
+    """Torch reads arrays in C, where nobody asks them."""
+    array = next((arg for arg in args if type(arg) is LateArray), None)
+    if array is not None and is_torchs(function):
+        array.refuse()
 
 
 def is_torchs(function: Any) -> bool:

@@ -60,7 +60,7 @@ _OPERATORS: dict[str, Callable[..., Any]] = {
 _PLAIN_NUMBERS = (int, float, bool)
 _TOTAL: tuple[Any, ...] = (
     *(operator.add, operator.sub, operator.mul, operator.neg, operator.pos, abs, float, max, min),
-    *(math.isfinite, math.isnan, math.isinf),
+    *(math.isfinite, math.isnan, math.isinf, np.isfinite, np.isnan, np.isinf),
 )
 """What never raises."""
 _SYMBOLS = (torch.SymInt, torch.SymFloat, torch.SymBool)
@@ -424,7 +424,7 @@ def _called_late(ledger: Ledger, function: Callable[..., Any], args: tuple[Any, 
 
     is_choice = function in (max, min)
     kinds = tuple(dict.fromkeys(k for v in given for k in kinds_of(v))) if is_choice else _kinds_of_result(call, given)
-    if kinds[0] not in _PLAIN_NUMBERS:  # several numbers
+    if kinds[0] not in (*_PLAIN_NUMBERS, np.bool_):  # several numbers
         return call(settled)
     result = Later(kinds, lambda: call(value_of))
     return ledger.computed(_call_text(ledger, function, args, kwargs), result, origins_of(*given))

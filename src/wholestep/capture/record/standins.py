@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 from torch import nn
 
 from wholestep import _torch
+from wholestep.capture.record.arrays import LateArray
 from wholestep.capture.record.numbers import Number, is_late, kind_of, kinds_of
 
 if TYPE_CHECKING:
@@ -30,7 +32,7 @@ def are_numbers(values: Iterable[Any]) -> bool:
 
 def is_stand_in(value: Any) -> bool:
     """Whether a value is one of the trace's own: none may be left in a user's object."""
-    return is_number(value) or _torch.is_traced(value)
+    return is_number(value) or _torch.is_traced(value) or type(value) is LateArray
 
 
 def type_of(recorder: Recorder, value: Any) -> type:
@@ -39,6 +41,8 @@ def type_of(recorder: Recorder, value: Any) -> type:
         if len(kinds_of(value)) > 1:
             _refuse_types(recorder)
         return kind_of(value)
+    if type(value) is LateArray:
+        return np.ndarray
     if _torch.is_traced(value):
         return nn.Parameter if isinstance(value, nn.Parameter) else torch.Tensor
     return recorder.type_of_rate(value) or _KINDS.get(type(value), type(value))

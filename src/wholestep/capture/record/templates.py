@@ -21,6 +21,7 @@ import torch
 
 from wholestep import _memory_torch, _torch
 from wholestep.capture.record.again import AsksBefore
+from wholestep.capture.record.arrays import LateArray, array_of
 from wholestep.capture.record.numbers import Number, is_late, name_of
 from wholestep.capture.record.places import ABSENT, Expectation, Place, Step, find, is_open, is_plain, slot_names, take
 from wholestep.capture.record.standins import is_stand_in
@@ -241,6 +242,8 @@ class Templates:
             _, name = self._drawn_arrays[id(value)]
             self.numbers.add(name)
             return Numeric(name)
+        if type(value) is LateArray:
+            return self._array(value)
         if is_taken_apart(value):
             raise CaptureError(
                 f"{what} text made of the text of a value which is only known when the step runs",
@@ -281,6 +284,14 @@ class Templates:
         if isinstance(value, torch.Tensor):
             refuse_attributes(value)
         return Computed(self._computed(value))
+
+    def _array(self, array: LateArray) -> Template:
+        known = self._known.get(id(array))
+        if known is None:
+            self._alive.append(array)
+            known = Converted(len(self._known), array_of, (self._tensor(array.tensor),))
+            self._known[id(array)] = known
+        return known
 
     def _built(self, value: Any, what: str) -> Template:
         number = len(self._known)
