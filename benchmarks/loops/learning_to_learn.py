@@ -60,6 +60,52 @@ def dp_sgd(w, data, targets):
     w.norms.append(norms.mean().item())
 
 
+def hooked_world() -> World:
+    world = private_world()
+    kept = {}
+
+    def keep_input(module, args, output):
+        kept[module] = args[0].detach()
+
+    def keep_samples(module, grad_input, grad_output):
+        a, b = kept.pop(module), grad_output[0] * grad_output[0].shape[0]
+        for p, sample in ((module.weight, torch.einsum("n...i,n...j->nij", b, a)), (module.bias, b)):
+            p.grad_sample = sample
+
+    for module in world.model:
+        if isinstance(module, nn.Linear):
+            module.register_forward_hook(keep_input)
+            module.register_full_backward_hook(keep_samples)
+    return world
+
+
+@loop(
+    "DP-SGD, samples kept by hooks",
+    kind=SAMPLES,
+    source="pytorch/opacus opacus/optimizers/optimizer.py",
+    build=hooked_world,
+    batch=labelled,
+)
+def opacus(w, images, target):
+    w.optimizer.zero_grad()
+    output = w.model(images)
+    loss = F.cross_entropy(output, target)
+    preds = np.array([0])
+    w.losses.append(loss.item())
+    loss.backward()
+    params = [p for p in w.model.parameters() if p.requires_grad]
+    per_param_norms = [p.grad_sample.reshape(len(p.grad_sample), -1).norm(2, dim=-1) for p in params]
+    per_sample_norms = torch.stack(per_param_norms, dim=1).norm(2, dim=1)
+    per_sample_clip_factor = (w.max_norm / (per_sample_norms + 1e-6)).clamp(max=1.0)
+    for p in params:
+        summed_grad = torch.einsum("i,i...", per_sample_clip_factor, p.grad_sample)
+        noise = torch.normal(mean=0, std=w.sigma * w.max_norm, size=summed_grad.shape)
+        p.grad = (summed_grad + noise).view_as(p) / len(images)
+        p.grad_sample = None
+    w.optimizer.step()
+    return len(preds)
+
+
 class Meta(nn.Module):
     """MAML: weights that were updated in the step, and gradients through their updates."""
 

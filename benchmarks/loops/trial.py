@@ -182,8 +182,8 @@ def _line_of(error: CaptureError) -> str:
 
 
 def _show_own(message: Any, category: Any, filename: str, lineno: int, file: Any = None, line: Any = None) -> None:
-    """Warnings of the script itself; what torch warns of does not repeat, as Python shows each place once."""
-    if Path(__file__).parent in Path(filename).parents:
+    """Warnings that the script itself gives; torch's kernels name its lines, too, but warn once in a process."""
+    if Path(__file__).parent in Path(filename).parents and "warn" in linecache.getline(filename, lineno):
         print(f"{category.__name__}: {message}", file=sys.stderr)
 
 
