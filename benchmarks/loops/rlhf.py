@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from benchmarks.loops import World, edit, loop
+from benchmarks.loops import World, loop
 from benchmarks.loops.pieces import integers, normal
 
 KIND = "preferences"
@@ -152,20 +152,6 @@ def dpo(w, batch):
     metrics["rewards_train/margins"] = (chosen_rewards - rejected_rewards).cpu().numpy().tolist()
     metrics["logps_train/chosen"] = chosen_logps.detach().cpu().numpy().tolist()
     metrics["loss/train"] = losses.detach().cpu().numpy().tolist()
-    dpo_update(w, losses, metrics)
-
-
-@edit("DPO, metrics by .numpy().tolist()", "`.tolist()` instead of `.numpy().tolist()`")
-def dpo_lists(w, batch):
-    metrics = {}
-    losses, chosen_rewards, rejected_rewards, chosen_logps = dpo_losses(w, batch)
-    reward_accuracies = (chosen_rewards > rejected_rewards).float()
-    metrics["rewards_train/chosen"] = chosen_rewards.cpu().tolist()
-    metrics["rewards_train/rejected"] = rejected_rewards.cpu().tolist()
-    metrics["rewards_train/accuracies"] = reward_accuracies.cpu().tolist()
-    metrics["rewards_train/margins"] = (chosen_rewards - rejected_rewards).cpu().tolist()
-    metrics["logps_train/chosen"] = chosen_logps.detach().cpu().tolist()
-    metrics["loss/train"] = losses.detach().cpu().tolist()
     dpo_update(w, losses, metrics)
 
 
