@@ -21,7 +21,7 @@ from wholestep._threads import others_may_be_why
 from wholestep.capture import remedies, source, tree
 from wholestep.capture.looks import Looks
 from wholestep.capture.record.again import OnlyInEager, Raises
-from wholestep.errors import CaptureError
+from wholestep.errors import CaptureError, WholestepError
 
 Function = Callable[..., Any]
 
@@ -53,6 +53,8 @@ def told(function: Function) -> Generator[None]:
         yield
     except CaptureError as error:
         locate(error, function)
+        raise
+    except WholestepError:  # an update that is missing, say
         raise
     except Exception as error:
         raise _of_machinery(error, function) from error

@@ -20,8 +20,10 @@ _OF_OURS = (OtherOutcome, Raises)
 
 def tell(error: BaseException, function: Callable[..., Any], *, is_debugging: bool) -> None:
     """Make an error that leaves a compiled step one that its user can read."""
-    if isinstance(error, CaptureError) and error.location is None:
-        error.locate(source.raising_line(error, function))
+    if isinstance(error, CaptureError):
+        error.__class__ = CaptureError  # which kind it is matters only to those who might go another way
+        if error.location is None:
+            error.locate(source.raising_line(error, function))
     if type(error) is GraphError and not error.args[0].startswith(where := f"{source.location_of(function)}: "):
         error.args = (f"{where}{error}",)
     if not is_debugging:
