@@ -8,6 +8,7 @@ each call adds are given their provenance.
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Container, Generator, Iterable, Iterator, Sequence
 from typing import Any, NoReturn, cast
 from unittest import mock
@@ -277,7 +278,18 @@ def _form(tensor: torch.Tensor) -> tuple[Any, ...]:
 def _may_be_late(tensor: torch.Tensor) -> bool:
     """Whether an array of a tensor can be made after the graph has run: where eager makes one."""
     is_plain = tensor.device.type == "cpu" and not (tensor.is_conj() or tensor.is_neg())
-    return _torch.is_traced(tensor) and is_plain and not tensor.requires_grad
+    return _torch.is_traced(tensor) and is_plain and not tensor.requires_grad and _has_arrays(tensor.dtype)
+
+
+@functools.cache
+def _has_arrays(dtype: torch.dtype) -> bool:
+    """Whether NumPy knows a dtype: it has no bfloat16."""
+    with _torch.outside_modes():
+        try:
+            torch.empty(0, dtype=dtype).numpy()
+        except TypeError:
+            return False
+    return True
 
 
 def _refuse_array(session: Session) -> NoReturn:

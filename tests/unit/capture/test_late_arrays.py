@@ -102,9 +102,12 @@ def test_an_array_made_by_numpy_is_refused_by_name() -> None:
         wholestep.compile(step)(world.model, world.optimizer, X, Y)
 
 
-def test_where_eager_makes_no_array() -> None:
+@pytest.mark.parametrize("prepare", [Tensor.clone, lambda loss: loss.detach().bfloat16()])
+def test_where_eager_makes_no_array(prepare: Callable[[Tensor], Tensor]) -> None:
+    """Of what has gradients, and of a dtype that NumPy does not know."""
+
     def step(model: nn.Module, optimizer: Optimizer, features: Tensor, targets: Tensor) -> Any:
-        return mse_step(model, optimizer, features, targets).numpy()
+        return prepare(mse_step(model, optimizer, features, targets)).numpy()
 
     world = small_world()()
     with pytest.raises(wholestep.CaptureError, match=r"\.numpy\(\) needs a value"):
