@@ -273,6 +273,13 @@ def track_as_placeholder(tracer: Any, value: object, name: str) -> fx.Node:
     return proxy.node
 
 
+def track_as_call(tracer: Any, value: object, target: Callable[..., Any], args: tuple[fx.Node, ...]) -> fx.Node:
+    """Make `value` (a symbolic number) what a call in the graph being traced gives."""
+    node = tracer.graph.call_function(target, args)
+    track_tensor_tree(value, fx.Proxy(node, tracer), constant=None, tracer=tracer)
+    return node
+
+
 def node_of(tracer: Any, fake: torch.Tensor) -> fx.Node:
     """The node of the graph being traced that produces a fake tensor."""
     return get_proxy_slot(fake, tracer).proxy.node

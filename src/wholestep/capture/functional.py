@@ -9,7 +9,7 @@ import torch
 from torch import fx
 
 from wholestep import _sizes_torch, _torch
-from wholestep.capture import source
+from wholestep.capture import looks, source
 from wholestep.capture.questions import is_asking
 from wholestep.capture.session import Session
 from wholestep.errors import CaptureError
@@ -42,6 +42,8 @@ class Functional(_torch.FunctionalTensorMode):
         if _torch.is_a_check(func):
             self._session.looks.check(func, args, kwargs or {})
             return None
+        if self._session.looks.has_symbols:
+            self._refuse_as_place(func, args, kwargs or {})
         result = self._dispatched(func, types, args, kwargs)
         for value in result if isinstance(result, (list, tuple)) else (result,):
             if isinstance(value, _torch.FunctionalTensor):
@@ -51,6 +53,8 @@ class Functional(_torch.FunctionalTensorMode):
                         location=source.current_location(),
                         advice="Only dense (strided) tensors are traced",
                     )
+                if self._session.looks.has_symbols and _sizes_torch.unknown_sizes(value):
+                    raise looks.refused(", for a size")
                 self._session.handed_out.add(value)
         return result
 
@@ -76,6 +80,17 @@ class Functional(_torch.FunctionalTensorMode):
 
     def _last_node(self) -> fx.Node | None:
         return next(iter(reversed(self._session.tracer.graph.nodes)), None)
+
+    def _refuse_as_place(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """A whole number that the graph computes may scale and shift; sizes and places depend on no such number."""
+        arguments = _torch.schema(func).arguments
+        given = {argument.name: value for argument, value in zip(arguments, args, strict=False)} | kwargs
+        for argument in arguments:
+            value = given.get(argument.name)
+            parts = value if isinstance(value, (list, tuple)) else (value,)
+            is_scalar = any(kind in str(argument.type) for kind in ("number", "Tensor"))
+            if not is_scalar and any(map(self._session.looks.has_whole, parts)):
+                raise looks.refused(", for a size or a place")
 
     def _functionalised(self, func: Any, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> Any:
         if not _computes_in_place(func) or not isinstance(args[0], _torch.FunctionalTensor):

@@ -22,7 +22,7 @@ from wholestep.capture import blank, checks, remedies, source
 from wholestep.capture.preview import Preview
 from wholestep.capture.record.again import raises_of_a_value
 from wholestep.capture.record.late import Check, Leaf, OtherOutcome, Requirement
-from wholestep.capture.record.numbers import Number, origins_of
+from wholestep.capture.record.numbers import Number, kind_of, kinds_of, name_of, origins_of
 from wholestep.errors import CaptureError
 from wholestep.graph import Phase
 
@@ -44,6 +44,10 @@ class Looks:
         """Nodes that tell where a mask has its elements, and what they are in this call."""
         self._nodes: dict[str, fx.Node] = {}
         """The node behind each leaf of the late ledger."""
+        self._symbols: dict[str, Any] = {}
+        """Numbers that torch computes with, by name."""
+        self._whole: set[Any] = set()
+        """The symbols of those that are whole numbers."""
         self._certain: set[str] = set()
         """Leaves whose values guards make certain."""
         self.preview = Preview(session)
@@ -54,6 +58,7 @@ class Looks:
         self._nothing = _torch.fake_like(session.fake_mode, _NOTHING, "nothing")
         late = session.recorder.late
         late.judge, late.require, late.numbers = self._judge, self._require, session.numbers
+        late.symbol_of = session.symbol
         late.is_handled = checks.is_handled
         session.recorder.number_in = self.number
 
@@ -73,6 +78,37 @@ class Looks:
             self._name(made, node)
             self._numbers[node] = made
         return self._numbers[node]
+
+    def symbol(self, number: Number) -> Any:
+        """The traced value of a number that the graph computes, for torch to compute with.
+
+        None if torch has to have the number itself: if its type may change, or if guards make it certain.
+        """
+        name = name_of(number)
+        if name not in self._symbols:
+            kinds, session = kinds_of(number), self._session
+            within = session.recorder.late.within(number)
+            leaves = [self._nodes[leaf] for leaf in within.code.leaves]
+            early = [session.recorder.late.imported[one] for one in within.code.early]
+            is_steady = kinds in ((float,), (int,)) and all(kind_of(one) in (int, float) for one in early)
+            if not is_steady or all(map(session.is_answerable, leaves)):
+                return None
+            given = [session.symbol_node(one) for one in early]
+            make = _torch.new_symbolic_int if kinds == (int,) else _torch.new_symbolic_float
+            made = self._symbols[name] = make(session.fake_mode)
+            _torch.track_as_call(session.tracer, made, within, (*leaves, *given))
+            if kinds == (int,):
+                self._whole.add(_torch.expression(made))
+        return self._symbols[name]
+
+    @property
+    def has_symbols(self) -> bool:
+        """Whether torch computes with numbers that the graph computes."""
+        return bool(self._symbols)
+
+    def has_whole(self, value: Any) -> bool:
+        """Whether a value is computed from a whole number that the graph computes."""
+        return isinstance(value, torch.SymInt) and not self._whole.isdisjoint(_torch.expression(value).free_symbols)
 
     def position(self, tensor: Any) -> int | bool | None:
         """What is asked of where a mask has its elements; None if it is asked of something else."""
@@ -137,11 +173,11 @@ class Looks:
                     session.questions.answer(session.tracer, _ITEM, (nodes[name],), session.reals())
             return True
         if not self._may_leave:
-            raise _refused(", also to check it: on several ranks all run one graph")
+            raise refused(", also to check it: on several ranks all run one graph")
         if not checks.is_check(numbers, nodes.values()):
-            raise _refused()
+            raise refused()
         if any(map(blank.is_blank, session.reals().values())):
-            raise _refused(", and a model without memory has none")
+            raise refused(", and a model without memory has none")
         return False
 
     def check(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -202,7 +238,8 @@ class Looks:
         return self.requirements[-1]
 
 
-def _refused(where: str = "") -> CaptureError:
+def refused(where: str = "") -> CaptureError:
+    """The step must not look at a value here."""
     return CaptureError(
         f"{source.what_reads()} needs a value that is only known when the step runs{where}",
         location=source.current_location(),

@@ -191,13 +191,19 @@ class Session:
     def symbol(self, number: Number) -> Any:
         """The traced value of a number that may change: an input of the graph."""
         if is_late(number):
-            return settled(number)
+            made = self.looks.symbol(number)
+            return settled(number) if made is None else made
         name = name_of(number)
         known = next((entry.twin for entry in self.lifted.values() if entry.slot == Slot(SlotKind.NUMBER, name)), None)
         if known is not None:
             return known
         value = value_of(number)
         return self.lift(value.item() if isinstance(value, np.generic) else value, Slot(SlotKind.NUMBER, name))
+
+    def symbol_node(self, number: Number) -> fx.Node:
+        """The input that a number which is known before the graph runs is."""
+        twin = self.symbol(number)
+        return next(entry.node for entry in self.lifted.values() if entry.twin is twin)
 
     def where_adopted(self, real: torch.Tensor) -> binding.Binding:
         """Where a tensor that is neither an argument nor a model's is to be found at each call."""

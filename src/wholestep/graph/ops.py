@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import operator
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -114,6 +114,11 @@ def is_pure(target: Any) -> bool:
 def has_effect(node: fx.Node) -> bool:
     """Whether a node must stay where it is relative to other such nodes: randomness, collectives, writes, effects."""
     return node.op == "call_function" and not is_pure(node.target)
+
+
+def may_raise_in_python(nodes: Iterable[fx.Node]) -> bool:
+    """Whether one of some nodes computes a number in Python in a way that raises for some values (`1 / x.item()`)."""
+    return any(getattr(node.target, "may_raise", False) for node in nodes)
 
 
 @functools.cache

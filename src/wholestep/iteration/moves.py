@@ -59,6 +59,8 @@ def cannot_move(graph: StepGraph, node: fx.Node, moved: set[fx.Node]) -> str | N
         return f"it is an {'input' if node.op == 'placeholder' else node.op}, not a computation"
     if ops.has_effect(node) and node.target is not ops.WAIT:
         return f"{node.target} has an effect whose place among others must not change"
+    if ops.may_raise_in_python([node]):
+        return "it is Python of the step, whose error would come a call later"
     for user in node.users:
         if user.op == "call_function" and user not in moved:
             return f"'{user.name}' ({user.target}) reads it in this iteration"

@@ -22,7 +22,7 @@ from wholestep.comm import FillBuckets, SplitOptimizer
 from wholestep.comm.plan import DataParallelPlan
 from wholestep.cost import dominant_logits, profile_memory
 from wholestep.errors import CaptureError, GuardError, RankError
-from wholestep.graph import StepGraph
+from wholestep.graph import StepGraph, ops
 from wholestep.iteration import Rotate
 from wholestep.lower import Decompose, Lower, Masks, WriteRegions
 from wholestep.passes import (
@@ -468,7 +468,7 @@ class StepRunner:
     def _moves(self, captured: Capture) -> list[Pass]:
         """Updates that move to the next call, on one rank; none in a step that looks at values it computes."""
         passes = _local_moves(self.options.cross_iteration)
-        if passes and captured.recording.requirements:
+        if passes and (captured.recording.requirements or ops.may_raise_in_python(captured.graph.nodes)):
             logger.warning(
                 "cross_iteration=%r: no update of %s waits, as the step looks at values and may take another course",
                 *(self.options.cross_iteration, self._name),

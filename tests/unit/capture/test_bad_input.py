@@ -142,7 +142,7 @@ def counts_by_an_item(model: nn.Module, optimizer: Optimizer, features: Tensor, 
 
 def scales_by_an_item(model: nn.Module, optimizer: Optimizer, features: Tensor, targets: Tensor) -> Tensor:
     loss = mse_step(model, optimizer, features, targets)
-    return loss * loss.item()  # refused
+    return loss * max(0, loss.item())  # refused
 
 
 def prints(model: nn.Module, optimizer: Optimizer, features: Tensor, targets: Tensor) -> Tensor:

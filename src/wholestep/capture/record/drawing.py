@@ -12,15 +12,18 @@ and calls of the function that has drawn it are noted whole (`DrawsWhole`).
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from types import CodeType, FunctionType
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 
+from wholestep.capture import source
 from wholestep.capture.record import numbers
 from wholestep.capture.record.again import DrawsWhole
 from wholestep.capture.record.places import is_plain
+from wholestep.errors import CaptureError
 
 if TYPE_CHECKING:
     from wholestep.capture.record.recorder import Recorder
@@ -60,6 +63,19 @@ def whole_call(recorder: Recorder, function: FunctionType, args: tuple[Any, ...]
     if not all(map(_is_repeatable, (*args, *kwargs.values()))):
         return None
     return functools.partial(_draw_whole, recorder, function)
+
+
+def refused_where_fixed(values: Sequence[Any]) -> CaptureError:
+    """Torch takes a number as it is, for good, where a step gives it one that is drawn, or that the graph computes."""
+    is_late = any(map(numbers.is_late, values))
+    what = "a number that it has computed" if is_late else "a draw"
+    return CaptureError(
+        f"the step uses {what} where torch needs a fixed number",
+        location=source.current_location(),
+        advice="Keep it a tensor (x.detach() instead of x.item()), where torch takes one"
+        if is_late
+        else "Draw outside the step and pass what was drawn",
+    )
 
 
 def _is_repeatable(value: Any) -> bool:

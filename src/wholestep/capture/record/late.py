@@ -59,11 +59,12 @@ class LateLedger(Ledger):
     imported: dict[str, Number] = field(default_factory=dict[str, Number])
     """Those that lines here name."""
     _texts: list[str] = field(default_factory=list[str])
+    _raising: set[str] = field(default_factory=set[str])
     found: dict[str, Leaf] = field(default_factory=dict[str, Leaf])
 
     def end(self) -> None:
         """The trace is over: numbers that somebody keeps must not keep it."""
-        self.judge, self.require = _is_over, _is_over
+        self.judge, self.require, self.symbol_of = _is_over, _is_over, _is_over
         self.found.clear()
 
     def number(self, leaf: Leaf, kind: type, find: Callable[[], Any]) -> Number:
@@ -111,6 +112,10 @@ class LateLedger(Ledger):
             self.imported[name_of(number)] = number
         return name_of(number)
 
+    def note_raising(self, number: Number) -> None:
+        """To compute a number is to raise for some values."""
+        self._raising.add(name_of(number))
+
     def require_unhandled(self, *values: Any) -> None:
         """An error would come after the graph has run, when no handler of the step is there any more."""
         if self.is_handled():
@@ -145,6 +150,11 @@ class LateLedger(Ledger):
         early = tuple(sorted(self.imported.keys() & needed))
         return Code((*reversed(lines), *assumptions), leaves, lists, early, dict(self.constants), wanted)
 
+    def within(self, number: Number) -> Within:
+        """What computes a number inside the graph, for torch to compute with."""
+        code = self.slice_of([name_of(number)])
+        return Within(code, name_of(number), may_raise=not self._raising.isdisjoint(code.names))
+
 
 def _is_over(*_: Any) -> Any:
     raise AssertionError("the trace is over")
@@ -173,6 +183,8 @@ class Code:
         parameters = ", ".join((*leaves, *early))
         body = [f"    {line}" for line in (*lines, f"return {{{returned}}}")]
         source = "\n".join([f"def run({parameters}):", *body])
+        self.text = source
+        self.names = frozenset(line.partition(" = ")[0] for line in lines)
         names: dict[str, Any] = constants | {"same": same, "assume": _assume}
         exec(compile(source, "<wholestep late numbers>", "exec"), names)
         self._run: Callable[..., dict[str, Any]] = names["run"]
@@ -181,6 +193,25 @@ class Code:
         """The wanted numbers; raises `OtherOutcome` if an assumption does not hold."""
         is_list = [name in self._lists for name in self.leaves]
         return self._run(*_transferred(tensors, is_list), *[numbers[name] for name in self.early])
+
+
+class Within:
+    """A call of the graph: the number that Python makes of tensors and of numbers known before, in this order."""
+
+    is_pure_call: ClassVar[bool] = True
+    __name__ = "late_number"
+
+    def __init__(self, code: Code, name: str, *, may_raise: bool) -> None:
+        self.code = code
+        self._name = name
+        self.may_raise = may_raise
+
+    def __str__(self) -> str:
+        return f"late_number({self.code.text!r})"
+
+    def __call__(self, *values: Any) -> Any:
+        count = len(self.code.leaves)
+        return self.code.run(values[:count], dict(zip(self.code.early, values[count:], strict=True)))[self._name]
 
 
 def _assume(holds: Any) -> None:

@@ -111,6 +111,9 @@ class Ledger:
     def require_unhandled(self, *_: Any) -> None:
         """Python is about to compute something of some numbers that may raise."""
 
+    def note_raising(self, number: Number) -> None:
+        """Python may have raised in computing a number."""
+
     def named(self, number: Number) -> str:
         """How a line spells a number, which may stand in another ledger."""
         return name_of(number)
@@ -416,7 +419,8 @@ def _call_text(ledger: Ledger, function: Callable[..., Any], args: tuple[Any, ..
 def _called_late(ledger: Ledger, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """A call that is made after the graph has run, and now only for the type of its result."""
     given = (*args, *kwargs.values())
-    if not _cannot_raise(function, args):
+    may_raise = not _cannot_raise(function, args)
+    if may_raise:
         ledger.require_unhandled(*given)
 
     def call(of: Callable[[Any], Any]) -> Any:
@@ -427,7 +431,10 @@ def _called_late(ledger: Ledger, function: Callable[..., Any], args: tuple[Any, 
     if kinds[0] not in (*_PLAIN_NUMBERS, np.bool_):  # several numbers
         return call(settled)
     result = Later(kinds, lambda: call(value_of))
-    return ledger.computed(_call_text(ledger, function, args, kwargs), result, origins_of(*given))
+    made = ledger.computed(_call_text(ledger, function, args, kwargs), result, origins_of(*given))
+    if may_raise:
+        ledger.note_raising(made)
+    return made
 
 
 def _cannot_raise(function: Callable[..., Any], args: tuple[Any, ...]) -> bool:

@@ -26,7 +26,7 @@ from torch.optim import Optimizer
 
 from wholestep import _torch
 from wholestep.capture import source
-from wholestep.capture.record import legacy, outside, participants, reads, whole
+from wholestep.capture.record import drawing, legacy, outside, participants, reads, whole
 from wholestep.capture.record.again import Missed, Unsymbolic
 from wholestep.capture.record.calls import BUILTINS, choose, told
 from wholestep.capture.record.caught import Caught
@@ -436,13 +436,10 @@ class Recorder:
         except CaptureError:
             raise
         except Exception as error:
+            numbers = [*numbers]
             origins = origins_of(*numbers) & self.ledger.leaves.keys()
             if not origins:
-                raise CaptureError(
-                    "the step uses a draw where torch needs a fixed number",
-                    location=source.current_location(),
-                    advice="Draw outside the step and pass what was drawn",
-                ) from error
+                raise drawing.refused_where_fixed(numbers) from error
             raise Unsymbolic(frozenset(self.ledger.leaves[name] for name in origins)) from error
 
     def argument(self, path: tuple[Any, ...], value: Any) -> Any:
