@@ -17,6 +17,7 @@ import wholestep
 from wholestep import CaptureError
 
 Step = Callable[..., Any]
+Make = Callable[[Any, Any, Tensor], Tensor]
 
 
 def trained(step: Step, captures: int = 1, build: Callable[[], World] | None = None, **options: Any) -> Twins:
@@ -27,7 +28,7 @@ def trained(step: Step, captures: int = 1, build: Callable[[], World] | None = N
     return twins
 
 
-def with_loss(make: Callable[[nn.Module, Tensor, Tensor], Tensor]) -> Step:
+def with_loss(make: Make) -> Step:
     def step(model: nn.Module, optimizer: Optimizer, features: Tensor, targets: Tensor) -> Tensor:
         optimizer.zero_grad()
         loss = make(model, model(features), targets)
@@ -51,7 +52,7 @@ def sums(out: Tensor) -> float:
     return row[1] + sum(row) / len(row)
 
 
-GIVEN: dict[str, Callable[[nn.Module, Tensor, Tensor], Tensor]] = {
+GIVEN: dict[str, Make] = {
     "scales": lambda m, out, y: out.exp().mean().item() * F.mse_loss(out, y) - out.mean(),
     "divides": lambda m, out, y: F.mse_loss(out, y) / out.norm().item(),
     "tensor": lambda m, out, y: F.mse_loss(out, y) * torch.tensor(out.norm().item() / 3) + torch.tensor(2 / sums(out)),
@@ -72,13 +73,13 @@ GIVEN: dict[str, Callable[[nn.Module, Tensor, Tensor], Tensor]] = {
 
 @pytest.mark.sample(4)
 @pytest.mark.parametrize("make", GIVEN.values(), ids=GIVEN)
-def test_given_back(make: Callable[[nn.Module, Tensor, Tensor], Tensor]) -> None:
+def test_given_back(make: Make) -> None:
     trained(with_loss(make))
 
 
-def before_and_after(model: nn.Module, optimizer: Optimizer, features: Tensor, targets: Tensor) -> Any:
+def before_and_after(model: Any, optimizer: Optimizer, features: Tensor, targets: Tensor) -> Any:
     optimizer.zero_grad()
-    weight: Any = model.first.weight
+    weight = model.first.weight
     element, first = weight[0, 0].item(), weight.norm().item()
     loss = F.mse_loss(model(features), targets)
     loss.backward()
@@ -196,7 +197,7 @@ def test_arithmetic_that_raises_loses_no_update(cross_iteration: str) -> None:
     assert all(torch.equal(found[0][name], found[1][name]) for name in found[0])
 
 
-REFUSED: dict[str, tuple[Callable[[nn.Module, Tensor, Tensor], Tensor], str]] = {
+REFUSED: dict[str, tuple[Make, str]] = {
     "delta": (lambda m, out, y: F.huber_loss(out, y, delta=out.norm().item()), "where torch needs a fixed number"),
     "dropout": (lambda m, out, y: F.dropout(out, out.norm().sigmoid().item()).mean(), "where torch needs a fixed"),
     "size": (lambda m, out, y: out.mean() + torch.ones((out > 0).sum().item()).sum(), "for a size or a place"),
@@ -213,7 +214,7 @@ REFUSED: dict[str, tuple[Callable[[nn.Module, Tensor, Tensor], Tensor], str]] = 
 
 @pytest.mark.sample(4)
 @pytest.mark.parametrize(("make", "message"), REFUSED.values(), ids=REFUSED)
-def test_refused(make: Callable[[nn.Module, Tensor, Tensor], Tensor], message: str) -> None:
+def test_refused(make: Make, message: str) -> None:
     world = small_world()()
     with pytest.raises(CaptureError, match=message):
         wholestep.compile(with_loss(make))(world.model, world.optimizer, *pair())
