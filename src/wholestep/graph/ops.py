@@ -116,6 +116,13 @@ def has_effect(node: fx.Node) -> bool:
     return node.op == "call_function" and not is_pure(node.target)
 
 
+def is_number_of_tensors(node: fx.Node) -> bool:
+    """Whether Python makes a number of what tensors hold (`x.item() * 2`, for torch to compute with)."""
+    is_made = node.op == "call_function" and not is_op(node)
+    is_number = is_made and isinstance(node.meta.get("val"), (torch.SymFloat, torch.SymInt))
+    return is_number and any(isinstance(source.meta.get("val"), torch.Tensor) for source in node.all_input_nodes)
+
+
 def may_raise_in_python(nodes: Iterable[fx.Node]) -> bool:
     """Whether one of some nodes computes a number in Python in a way that raises for some values (`1 / x.item()`)."""
     return any(getattr(node.target, "may_raise", False) for node in nodes)

@@ -47,12 +47,6 @@ def why_not_recorded(graph: StepGraph) -> str:
     return ""
 
 
-def _is_number_of_tensors(node: fx.Node) -> bool:
-    """Whether Python makes a number of what tensors hold."""
-    is_number = not ops.is_op(node) and isinstance(node.meta.get("val"), (torch.SymFloat, torch.SymInt))
-    return is_number and any(isinstance(source.meta.get("val"), torch.Tensor) for source in node.all_input_nodes)
-
-
 def _obstacle(node: fx.Node, device: torch.device) -> str:
     value = node.meta.get("val")
     if node.op == "placeholder" and isinstance(value, torch.SymFloat) and not _is_rate(node):
@@ -65,7 +59,7 @@ def _obstacle(node: fx.Node, device: torch.device) -> str:
         return f"is not on {device}"
     if node.op != "call_function":
         return ""
-    if node.target is torch.ops.aten._local_scalar_dense.default or _is_number_of_tensors(node):
+    if node.target is torch.ops.aten._local_scalar_dense.default or ops.is_number_of_tensors(node):
         return "reads a number from the device"
     if ops.is_collective(node.target):
         return "talks to other ranks"

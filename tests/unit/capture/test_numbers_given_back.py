@@ -218,3 +218,23 @@ def test_refused(make: Make, message: str) -> None:
     world = small_world()()
     with pytest.raises(CaptureError, match=message):
         wholestep.compile(with_loss(make))(world.model, world.optimizer, *pair())
+
+
+class Normed(nn.Module):
+    """Layers of which one is told how long the result of another is."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.third = nn.Linear(4, 8), nn.Linear(8, 8), nn.Linear(8, 3)
+
+    def forward(self, features: Tensor) -> Tensor:
+        hidden = self.first(features)
+        return self.third(torch.tanh(self.second(hidden)) * hidden.norm().item())
+
+
+def test_no_pipeline() -> None:
+    model = Normed()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    pipe: Any = wholestep.pipeline(model, num_stages=2, num_micro_batches=2, loss_fn=F.mse_loss, optimizer=optimizer)
+    with pytest.raises(wholestep.WholestepError, match="computes with a number of its tensors"):
+        pipe.step(pair()[0], target=pair()[1])

@@ -12,6 +12,7 @@ from wholestep._recording_torch import RANDOM_STATE
 from wholestep.capture import Capture, source, tree
 from wholestep.capture.record import Difference, ReadGuard, Watch
 from wholestep.errors import PipelineError
+from wholestep.graph import ops
 from wholestep.runtime.guards import make_forward_guards
 from wholestep.runtime.owner_guards import found_type
 
@@ -65,8 +66,13 @@ def refuse_python(captured: Capture) -> None:
     what += ["prints or logs something"] if recording.effects.outputs else []
     what += ["draws from Python's or NumPy's generators"] if recording.program.generators else []
     what += ["sets torch's random state"] if any(n.target in RANDOM_STATE for n in captured.graph.calls()) else []
+    what += ["computes with a number of its tensors (x.item())"] if _has_numbers(captured) else []
     if what:
         raise PipelineError(f"the model or the loss {what[0]}, which a pipeline cannot do; do it outside of it")
+
+
+def _has_numbers(captured: Capture) -> bool:
+    return any(map(ops.is_number_of_tensors, captured.graph.calls()))
 
 
 def refuse_hooks(model: nn.Module) -> None:
