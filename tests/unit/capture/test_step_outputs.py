@@ -376,8 +376,9 @@ def test_a_buffer_that_starts_as_none() -> None:
             self.mean = mean if self.mean is None else self.mean * 0.9 + mean
             return super().forward(features)
 
-    with pytest.raises(CaptureError, match="the step replaces buffer 'mean'"):
-        Twins(small_world(Filling), mse_step).step(X, Y)
+    twins = Twins(small_world(Filling), mse_step)
+    twins.steps(4, X, Y)
+    assert (twins.num_captures, twins.compiled.num_eager_calls) == (1, 1)  # eager makes it
 
 
 def test_a_buffer_that_grows_is_refused() -> None:
