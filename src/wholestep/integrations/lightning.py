@@ -1,3 +1,4 @@
+# pyright: reportMissingImports=false, reportUntypedBaseClass=false
 """Lightning: a callback that runs each training step of a `Trainer` as one graph.
 
     trainer = Trainer(..., callbacks=[wholestep.integrations.lightning.WholeStep()])

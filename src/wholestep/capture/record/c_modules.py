@@ -55,7 +55,9 @@ _PURE_MODULES = frozenset(
 _CLOCKS = ("time",)
 # What these tell about the process, or do to it, but for what a step may ask and do unseen.
 _PROCESS = {
-    "sys": frozenset(["intern", "getsizeof", "exc_info", "exception", "_getframe", "audit", "is_finalizing"]),
+    "sys": frozenset(
+        ["intern", "getsizeof", "exc_info", "exception", "_getframe", "_getframemodulename", "audit", "is_finalizing"]
+    ),
     "gc": frozenset(["collect"]),
 }
 
