@@ -207,6 +207,9 @@ def is_a_check(func: Any) -> bool:
     return not func._schema.returns and str(arguments[0].type) == "Tensor" and not any(map(is_written, arguments))
 
 
+FAKE_TENSOR_LOG = "torch._subclasses.fake_tensor"
+"""Where torch logs what goes wrong in a fake kernel."""
+
 INTERNAL_ATTRIBUTES = frozenset(["elem", "_is_param"])
 """What traced tensors have among their own attributes."""
 

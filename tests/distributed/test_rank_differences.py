@@ -45,6 +45,7 @@ class Setup:
     groups: int = 1
     max_norm: float = 1.0
     clips: bool = True
+    shrinks: float | None = None
     decay: float = 1.0
     later_norm: float | None = None
     later_mode: str | None = None
@@ -78,6 +79,12 @@ def make_step(setup: Setup, holder: dict[str, float]) -> Callable[..., Tensor]:
         if setup.clips:
             nn.utils.clip_grad_norm_(model.parameters(), holder["max_norm"])
         optimizer.step()
+        if setup.shrinks is not None:
+            with torch.no_grad():
+                for parameter in model.parameters():
+                    grad = parameter.grad
+                    assert grad is not None
+                    parameter.mul_(1 - setup.shrinks * grad.norm().item())
         return loss
 
     return train_step
@@ -170,6 +177,11 @@ DIFFERENCES: dict[str, tuple[Setup, Setup, list[str]]] = {
     "other groups": (Setup(groups=2), Setup(groups=1), ["param_groups[1]"]),
     "state on one rank": (Setup(), Setup(stateful=True), ["state of first.weight", "missing"]),
     "another norm to clip to": (Setup(), Setup(max_norm=2.0), ["clipping", "1.0", "2.0"]),
+    "another number in the update": (
+        Setup(shrinks=0.01),
+        Setup(shrinks=0.02),
+        ["clipping", "(0.01)", "(0.02)"],
+    ),
     "no clipping": (Setup(), Setup(clips=False), ["clipping"]),
     "another order, where it matters": (Setup(), Setup(order=("second", "first")), ["clipping and updates"]),
     "another schedule of the rate": (Setup(), Setup(decay=0.5), ["lr", "0.05"]),

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
+from wholestep import _torch
 from wholestep._threads import others_may_be_why
 from wholestep.capture import remedies, source, tree
 from wholestep.capture.looks import Looks
@@ -33,7 +34,7 @@ _SYMBOL = re.compile(
     r"|torch\._|aten[.:]"
 )
 """Words that only those know who trace."""
-_TORCHS_LOG = logging.getLogger("torch._subclasses.fake_tensor")
+_TORCHS_LOG = logging.getLogger(_torch.FAKE_TENSOR_LOG)
 _OF_AUTOGRAD = ("backward", "grad")
 _ON_BRANCHES = "Use torch.where / torch.clamp instead of Python branches on tensor values"
 _ON_OPTIMIZERS = (

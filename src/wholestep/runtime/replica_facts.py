@@ -22,6 +22,7 @@ from torch.optim import Optimizer
 from wholestep import _torch
 from wholestep.capture import Capture
 from wholestep.capture.binding import FixedTensor
+from wholestep.capture.record.late import Within
 from wholestep.comm import reducible_gradients
 from wholestep.graph import Phase, SlotKind, StepGraph
 from wholestep.graph.printer import format_target
@@ -276,6 +277,8 @@ def _unnamed(_: fx.Node) -> str:
 
 
 def _target(node: fx.Node) -> str:
+    if isinstance(node.target, Within):
+        return str(node.target)  # the Python that runs there: ranks that compute otherwise would drift apart
     is_named = _torch.is_op_overload(node.target) or hasattr(node.target, "__qualname__")
     return format_target(node.target) if is_named else type(node.target).__qualname__
 
