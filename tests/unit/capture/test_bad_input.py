@@ -177,12 +177,6 @@ def indexes_a_list(model: nn.Module, optimizer: Optimizer, features: Tensor, tar
     return [1, 2, 3][loss.long()]  # refused
 
 
-def asks_the_norm(model: nn.Module, optimizer: Optimizer, features: Tensor, targets: Tensor) -> Tensor:
-    loss = mse_step(model, optimizer, features, targets)
-    nn.utils.clip_grad_norm_(model.parameters(), 1.0, error_if_nonfinite=True)  # refused
-    return loss
-
-
 class BranchingInside(SmallNet):
     def forward(self, features: Tensor) -> Tensor:
         if self.first.weight.mean() > 0:  # refused
@@ -205,7 +199,6 @@ class BranchingInside(SmallNet):
         to_numpy,
         takes_maximum,
         indexes_a_list,
-        asks_the_norm,
     ],
 )
 def test_values_are_only_known_when_the_step_runs(step: Step, capsys: pytest.CaptureFixture[str]) -> None:
