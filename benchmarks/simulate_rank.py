@@ -101,7 +101,7 @@ def data_parallel(arguments: argparse.Namespace) -> dict[str, Any]:
     result: dict[str, Any] = {"wire": asdict(wire), "local_s": measured["local"]}
     for way, step in compiled.items():
         predicted_peak = profile_memory(step.graph).peak_bytes
-        job = DataParallelJob.of(way, facts, step.plan, peak_bytes=predicted_peak)
+        job = DataParallelJob.of(way, facts, step.plan.communication, peak_bytes=predicted_peak)
         peak = measure_peak(lambda step=step, own=parts[way]: step(*own), held=[parts[way], _carried(step)])
         result[way] = {
             "predicted": figures(simulate(job, cluster_of(wire))),

@@ -189,7 +189,7 @@ def soak(options: argparse.Namespace, folder: Path) -> RankResult:
             if number in counted:
                 checkpoints.wait()
                 holdings.append(Holdings.now())
-    plan, memory = compiled.plan, compiled.memory_plan
+    plan, memory = compiled.plan.communication, compiled.plan.memory
     return RankResult(
         num_steps,
         worst,

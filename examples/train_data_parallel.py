@@ -69,7 +69,7 @@ def main() -> None:
             print(f"epoch {epoch}  loss {loss:.4f}  held out: {right:.1%} right", flush=True)
 
     if rank == 0:
-        plan = train_step.plan
+        plan = train_step.plan.communication
         print(f"{num_steps} steps, {train_step.num_captures} capture(s), {len(plan.buckets)} bucket(s) of gradients,")
         print(f"the updates of {len(plan.moved)} of them run in the next iteration; checkpoint: {options.checkpoint}")
     dist.destroy_process_group()

@@ -7,9 +7,8 @@ from torch import nn
 from torch.optim import SGD, Optimizer
 
 from wholestep.api import CompiledStep
+from wholestep.compiler import DataParallel, Hardware, StepOptions
 from wholestep.cost import DeviceModel, Link
-from wholestep.runtime import DataParallel, StepOptions
-from wholestep.runtime.dry_run import DryRun
 
 WIDTH = 256
 # Half a millisecond for a layer's product, somewhat less than two for its gradient on the way: as much in all.
@@ -45,7 +44,7 @@ def planned_step(
     model = nn.Sequential(*(Layer() for _ in range(num_layers)))
     options = StepOptions(
         data_parallel=DataParallel(),
-        dry_run=DryRun(DEVICE, world, link),
+        dry_run=Hardware(DEVICE, world, link),
         dynamic_batch=False,
         bucket_mb=0.25,
         cross_iteration=cross_iteration,

@@ -2,6 +2,7 @@
 
 from wholestep._version import __version__
 from wholestep.api import BanRules, DataParallel, compile, inductor, lower, partition, pipeline
+from wholestep.compiler import Plan
 from wholestep.errors import (
     BudgetError,
     CaptureError,
@@ -10,6 +11,7 @@ from wholestep.errors import (
     GuardError,
     PassError,
     PipelineError,
+    PlanError,
     PlanFileError,
     RankError,
     ScheduleError,
@@ -36,6 +38,8 @@ __all__ = [
     "GuardError",
     "PassError",
     "PipelineError",
+    "Plan",
+    "PlanError",
     "PlanFileError",
     "RankError",
     "Schedule",

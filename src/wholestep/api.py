@@ -14,9 +14,10 @@ from torch.optim import Optimizer
 
 from wholestep._logging import attach_handler
 from wholestep._settings import Settings
+from wholestep.compiler import DataParallel, Plan, StepOptions, names_or_choice, pipeline_of, plan_of
 from wholestep.errors import WholestepError
 from wholestep.lower import lower_module
-from wholestep.passes import DEFAULT_PIPELINE, Pipeline
+from wholestep.passes import Pipeline
 from wholestep.pipe import Schedule
 from wholestep.pipe.borders import Points, Policy
 from wholestep.remat import BanRules, InductorBackend, StepBudget, partition_joint
@@ -24,7 +25,7 @@ from wholestep.report.explain import explain_step
 from wholestep.report.html import write_step_report
 from wholestep.report.memory_plan import write_memory_pictures
 from wholestep.report.pipeline import explain_pipe, pipe_report
-from wholestep.runtime import DataParallel, StepOptions, StepRunner
+from wholestep.runtime import StepRunner
 from wholestep.runtime.pipeline import Pipe, PipeOptions
 
 MemoryBudget = float | str | Mapping[str, float | str]
@@ -94,6 +95,7 @@ def compile(
     verify: int | None = ...,
     max_iters: int | None = ...,
     passes: str | Pipeline | None = ...,
+    plan: Plan | str | Path | None = ...,
     on_refusal: str = ...,
 ) -> Callable[[Callable[..., Any]], CompiledStep]: ...
 
@@ -113,6 +115,7 @@ def compile(
     verify: int | None = ...,
     max_iters: int | None = ...,
     passes: str | Pipeline | None = ...,
+    plan: Plan | str | Path | None = ...,
     on_refusal: str = ...,
 ) -> CompiledStep: ...
 
@@ -131,6 +134,7 @@ def compile(
     verify: int | None = None,
     max_iters: int | None = None,
     passes: str | Pipeline | None = None,
+    plan: Plan | str | Path | None = None,
     on_refusal: str = "raise",
 ) -> Any:
     """Compile a whole training step: forward, loss, backward, gradient collectives and optimizer become one graph.
@@ -171,6 +175,9 @@ def compile(
             begins to count again. `step(..., last=True)` says the same of a single call.
         passes: the pass pipeline, as text (`"simplify,cse,reinplace"`) or as a `Pipeline`; `""` runs the graph as
             captured. The passes of `data_parallel` and `cross_iteration` come before `reinplace`.
+        plan: run exactly this plan, a `wholestep.Plan` or the path of a `plan.json`, as `step.plan.save` and
+            `wholestep plan --save` write it. It was made for one step, on so many ranks: for any other `PlanError` says
+            what differs. What it has decided (budget, lowering, buckets) cannot be asked for as well.
         on_refusal: what happens if the step cannot be captured: `"raise"` the `CaptureError`, or run it as it is, in
             `"eager"`, with one warning that says why. Eager knows no ranks and no budgets, so that it takes neither.
 
@@ -194,22 +201,24 @@ def compile(
 
 
 def _step_options(
-    settings: Settings, memory_budget: Any, data_parallel: Any, verify: int | None, passes: Any, **others: Any
+    settings: Settings,
+    memory_budget: Any,
+    data_parallel: Any,
+    cross_iteration: Any,
+    verify: int | None,
+    passes: Any,
+    plan: Any,
+    **others: Any,
 ) -> StepOptions:
-    """Arguments of `compile` and settings in one, checked."""
-    _check(verify=verify, passes=passes, **others)
-    if others["on_refusal"] == "eager" and (data_parallel is not None or memory_budget is not None):
-        option = "memory_budget" if data_parallel is None else "data_parallel"
-        raise WholestepError(f"on_refusal='eager' cannot be had with {option}, which eager does not know")
-    pipeline = DEFAULT_PIPELINE if passes is None else passes
-    moved: str | Sequence[str] = others.pop("cross_iteration")
+    """Arguments of `compile` and settings in one; options check themselves."""
     return StepOptions(
         **others,
-        cross_iteration=moved if isinstance(moved, str) else tuple(moved),
+        cross_iteration=names_or_choice(cross_iteration),
         memory_budget=None if memory_budget is None else StepBudget.of(memory_budget),
         data_parallel=DataParallel.of(data_parallel),
         verify=settings.verify if verify is None else verify,
-        pipeline=Pipeline.parse(pipeline) if isinstance(pipeline, str) else pipeline,
+        pipeline=pipeline_of(passes),
+        plan=plan_of(plan),
         cache_size=settings.cache_size,
         recompile_warning=settings.recompile_warning,
         dump_dir=Path(settings.dump_dir) if settings.dump_dir else None,
@@ -378,52 +387,5 @@ def pipeline(
     )
 
 
-def _check(
-    chunk_loss: object,
-    bucket_mb: object,
-    cross_iteration: object,
-    lower: object,
-    cuda_graphs: object,
-    dynamic_batch: object,
-    verify: object,
-    max_iters: object,
-    passes: object,
-    on_refusal: object,
-) -> None:
-    """Refuse options of the wrong kind, one sentence each."""
-    if not (chunk_loss in (None, "auto") or (_is_count(chunk_loss) and chunk_loss not in (0, 1))):
-        raise WholestepError(f"chunk_loss is a number of chunks, 2 or more, or 'auto', not {chunk_loss!r}")
-    if isinstance(bucket_mb, bool) or not isinstance(bucket_mb, (int, float)) or not 0 < bucket_mb < float("inf"):
-        raise WholestepError(f"bucket_mb is a size in megabytes, more than 0, not {bucket_mb!r}")
-    if not _is_choice_or_names(cross_iteration):
-        raise WholestepError(
-            f"cross_iteration is 'auto', 'all', 'none' or a list of parameter and module names, not {cross_iteration!r}"
-        )
-    if lower not in ("inductor", "none", "auto"):
-        raise WholestepError(f"lower is 'inductor', 'none' or 'auto', not {lower!r}")
-    if not isinstance(cuda_graphs, bool):
-        raise WholestepError(f"cuda_graphs is True or False, not {cuda_graphs!r}")
-    if not (isinstance(dynamic_batch, bool) or dynamic_batch == "auto"):
-        raise WholestepError(f"dynamic_batch is True, False or 'auto', not {dynamic_batch!r}")
-    if verify is not None and not _is_count(verify):
-        raise WholestepError(f"verify is the number of steps to check, 0 or more, not {verify!r}")
-    if max_iters is not None and not (_is_count(max_iters) and max_iters):
-        raise WholestepError(f"max_iters is the number of steps there will be, 1 or more, not {max_iters!r}")
-    if on_refusal not in ("raise", "eager"):
-        raise WholestepError(f"on_refusal is 'raise' or 'eager', not {on_refusal!r}")
-    if not _is_pipeline(passes):
-        raise WholestepError(f"passes is a pipeline as text or a Pipeline, not {passes!r}")
-
-
-def _is_choice_or_names(value: object) -> bool:
-    if isinstance(value, str):
-        return value in ("auto", "all", "none")
-    return isinstance(value, Sequence) and bool(value) and all(isinstance(name, str) for name in value)
-
-
 def _is_count(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and value >= 0
-
-
-def _is_pipeline(value: object) -> bool:
-    return value is None or isinstance(value, (str, Pipeline))

@@ -83,6 +83,10 @@ class PlanFileError(WholestepError):
     """A plan cannot be written to a file, or a file is no plan; nothing in it has been run."""
 
 
+class PlanError(WholestepError):
+    """A plan does not fit the step, the ranks or the version that it is to run with; nothing has run."""
+
+
 class ScriptError(WholestepError):
     """A file given on the command line cannot be loaded, or the function in it fails or returns no step."""
 

@@ -46,7 +46,7 @@ def test_every_step_is_that_without_a_budget(name: str, share: float, determinis
     """Bit for bit: the same kernels run on the same numbers, and dropout draws the same masks again."""
     case = zoo.get(name)
     plain, within = (_train(case, {}), _train(case, {"memory_budget": share}))
-    assert within[1].memory_plan.repeated
+    assert within[1].plan.memory.repeated
     for one, other in zip(plain[0], within[0], strict=True):
         assert torch.equal(one, other)
 
@@ -63,7 +63,7 @@ def test_every_step_is_eagers(share: float, deterministic: None) -> None:
         compile_options={"memory_budget": share},
         prepare=lambda model: model.cuda(),
     )
-    assert step.memory_plan.repeated
+    assert step.plan.memory.repeated
 
 
 @pytest.mark.parametrize("share", [0.4, 0.0])

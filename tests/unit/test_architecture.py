@@ -46,14 +46,15 @@ SETTINGS_FILE = "_settings.py"
 FRAMEWORKS = {"transformers", "accelerate", "lightning", "timm", "peft"}
 
 # Modules beside the rooms that every room may import; they import no room themselves.
-GROUND = {"errors", "_torch", *_PRIVATE, "_version", "_logging", "_settings", "_output", "_threads"}
+GROUND = {"errors", "_torch", *_PRIVATE, "_version", "_logging", "_settings", "_output", "_strict_json", "_threads"}
 # Below runtime options are passed in one by one: no room there reads settings or installs log handlers.
 SETTINGS = {"_logging", "_settings"}
 
 _FRONT = {"graph"}
 _ANALYSIS = _FRONT | {"capture", "passes", "cost"}
 _REWRITES = _ANALYSIS | {"remat", "comm", "iteration", "pipe", "lower"}
-_JOINED = _REWRITES | {"runtime"}
+_PLANNED = _REWRITES | {"compiler"}
+_JOINED = _PLANNED | {"runtime"}
 _VIEWS = _JOINED | {"report", "sim"}
 
 # room -> the other rooms it may import
@@ -67,7 +68,8 @@ ROOMS: dict[str, set[str]] = {
     "iteration": _ANALYSIS,
     "pipe": _ANALYSIS,
     "lower": _ANALYSIS,
-    "runtime": _REWRITES,
+    "compiler": _REWRITES,
+    "runtime": _PLANNED,
     "report": _JOINED,
     "sim": _JOINED,
     "api": _VIEWS,

@@ -17,11 +17,12 @@ from wholestep.cli.options import (
     planned,
     with_options,
 )
-from wholestep.cli.plan_file import load_plan, to_json
 from wholestep.cli.plan_view import plan_report
 from wholestep.cli.progress import working
-from wholestep.cli.step_plan import StepPlan, plan_of
 from wholestep.cli.target import Target
+from wholestep.compiler import Plan
+from wholestep.compiler.plan_file import to_json
+from wholestep.report.predictions import predicted_plan
 
 
 def add_parser(commands: Any) -> None:
@@ -43,12 +44,12 @@ def add_parser(commands: Any) -> None:
 def run(options: argparse.Namespace) -> int:
     """Print what there is to know."""
     if isinstance(options.target, Path):
-        plan = load_plan(options.target)
+        plan = Plan.load(options.target)
         print(_json(plan) if options.json else plan_report(plan).to_text(), end="")
         return 0
     prepared = planned(options) if options.no_weights else first_step(options)
     if options.json:
-        plan = plan_of(prepared.step, prepared.source, prepared.device, finds_smallest=False)
+        plan = predicted_plan(prepared.step, prepared.source, prepared.device, finds_smallest=False)
         print(_json(plan), end="")
     else:
         print(prepared.step.explain(), end="")
@@ -65,7 +66,7 @@ def first_step(options: argparse.Namespace) -> Prepared:
     return Prepared(step, device_here(), str(options.target))
 
 
-def _json(plan: StepPlan) -> str:
+def _json(plan: Plan) -> str:
     return json.dumps(to_json(plan), indent=1) + "\n"
 
 

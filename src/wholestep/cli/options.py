@@ -14,13 +14,12 @@ import torch
 from wholestep.api import CompiledStep
 from wholestep.capture.blank import no_weights
 from wholestep.cli.progress import working
-from wholestep.cli.step_plan import DeviceFigures
 from wholestep.cli.target import MadeStep, Target
+from wholestep.compiler import DataParallel, Hardware, StepOptions
+from wholestep.compiler.predictions import DeviceFigures
 from wholestep.cost import Link
 from wholestep.errors import SimulationError, UsageError, WholestepError
 from wholestep.remat import StepBudget
-from wholestep.runtime import DataParallel, StepOptions
-from wholestep.runtime.dry_run import DryRun
 from wholestep.sim.costs import DEVICES, LINKS, CostModel, Device, Wire
 
 _DEFAULT_LATENCY = "20us"
@@ -101,15 +100,15 @@ def device_here() -> DeviceFigures:
     return _figures("h200" if torch.cuda.is_available() else "cpu", DEVICES)
 
 
-def _dry_run(options: argparse.Namespace) -> tuple[DeviceFigures, DryRun]:
+def _dry_run(options: argparse.Namespace) -> tuple[DeviceFigures, Hardware]:
     device = _device(options.device)
     if options.world_size > 1 and options.link is None:
         raise UsageError("--world-size needs --link, what joins two ranks, as in --link 25gbit")
     link = None if options.world_size == 1 else _all_reduce(_wire(options.link), options.world_size)
-    return device, DryRun(device.model, options.world_size, link)
+    return device, Hardware(device.model, options.world_size, link)
 
 
-def _for_dry_run(given: StepOptions, run: DryRun) -> StepOptions:
+def _for_dry_run(given: StepOptions, run: Hardware) -> StepOptions:
     """Options for planning: there is one batch size, nothing to verify, and a budget to compare others with."""
     return replace(
         given,

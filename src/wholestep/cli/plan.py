@@ -9,11 +9,12 @@ from typing import Any
 
 from wholestep._output import require_writable
 from wholestep.cli.options import add_dry_run_options, add_step_options, add_target, planned
-from wholestep.cli.plan_file import save_plan, to_json
 from wholestep.cli.plan_view import plan_report
 from wholestep.cli.progress import say, working
-from wholestep.cli.step_plan import StepPlan, plan_of
+from wholestep.compiler import Plan
+from wholestep.compiler.plan_file import to_json
 from wholestep.remat import StepBudget
+from wholestep.report.predictions import predicted_plan
 from wholestep.report.summary import format_bytes
 
 
@@ -27,7 +28,12 @@ def add_parser(commands: Any) -> None:
     add_target(parser)
     add_step_options(parser)
     add_dry_run_options(parser)
-    parser.add_argument("--save", type=Path, metavar="plan.json", help="write the plan; `wholestep explain` reads it")
+    parser.add_argument(
+        "--save",
+        type=Path,
+        metavar="plan.json",
+        help="write the plan; wholestep.compile(plan=...) runs it",
+    )
     parser.add_argument("--report", type=Path, metavar="report.html", help="write a report with pictures")
     parser.set_defaults(run=run)
 
@@ -37,9 +43,9 @@ def run(options: argparse.Namespace) -> int:
     require_writable(options.report)
     prepared = planned(options)
     with working("looking for the smallest peak"):
-        plan = plan_of(prepared.step, prepared.source, prepared.device)
+        plan = predicted_plan(prepared.step, prepared.source, prepared.device)
     if options.save is not None:
-        say(f"plan: {save_plan(plan, options.save)}")
+        say(f"plan: {plan.save(options.save)}")
     if options.report is not None:
         with working("planning other budgets for the report"):
             path = prepared.step.report(options.report)
@@ -48,10 +54,10 @@ def run(options: argparse.Namespace) -> int:
     return _verdict(plan, prepared.step.options.memory_budget)
 
 
-def _verdict(plan: StepPlan, budget: StepBudget | None) -> int:
+def _verdict(plan: Plan, budget: StepBudget | None) -> int:
     """0 if the step keeps its budget; buckets and updates that wait are not part of what is planned, and come extra."""
     limit = None if budget is None or budget.whole is None else budget.whole.num_bytes
-    if limit is None or plan.memory.peak_bytes <= limit:
+    if limit is None or plan.memory is None or plan.memory.peak_bytes <= limit:
         return 0
     over = format_bytes(plan.memory.peak_bytes - limit)
     say(f"wholestep: with its gradient buckets the step needs {over} more than its budget; ask for that much less")

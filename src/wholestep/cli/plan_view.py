@@ -1,12 +1,13 @@
-"""A `StepPlan` for readers: the same page of text whether it was just made or comes from a file."""
+"""A `Plan` for readers: the same page of text whether it was just made or comes from a file."""
 
 from __future__ import annotations
 
 import re
 from collections import defaultdict
 
-from wholestep.cli.step_plan import StepPlan
 from wholestep.comm.plan import BucketPlan, DataParallelPlan
+from wholestep.compiler import Plan
+from wholestep.compiler.predictions import Predictions, StepSize
 from wholestep.cost import Link
 from wholestep.errors import WholestepError
 from wholestep.remat import RematPlan
@@ -19,35 +20,39 @@ _MAX_BUCKETS = 8
 _EXACT_BYTES = re.compile(r"\b(\d{1,18})B\b")
 
 
-def plan_report(plan: StepPlan) -> Report:
-    """What there is to say about a plan."""
-    sections = [_time_section(plan), _memory_section(plan)]
-    if plan.remat is not None and plan.remat.repeated:
-        sections.append(_repeated_section(plan.remat))
+def plan_report(plan: Plan) -> Report:
+    """What there is to say about a plan; of one without predictions, what is done and why."""
+    sections = [_stage_section(plan)]
+    predicted = plan.predictions
+    if predicted is not None:
+        sections = [_time_section(plan, predicted), _memory_section(plan, predicted), *sections]
+    if plan.memory is not None and plan.memory.repeated:
+        sections.append(_repeated_section(plan.memory))
     if plan.communication is not None:
         sections.append(_travel_section(plan.communication))
+    made = plan.made_for
     return Report(
-        title=f"plan of {plan.step}",
-        subtitle=f"{plan.source}, wholestep {plan.wholestep}, torch {plan.torch}",
-        cards=_cards(plan),
+        title=f"plan of {made.step}",
+        subtitle=", ".join([*filter(None, [made.source]), f"wholestep {made.wholestep}", f"torch {made.torch}"]),
+        cards=() if predicted is None else _cards(plan, predicted),
         sections=tuple(sections),
     )
 
 
-def _cards(plan: StepPlan) -> tuple[Card, ...]:
-    memory, size, travel = plan.memory, plan.size, plan.communication
-    rate = plan.flops / max(plan.step_us * plan.device.flops_per_us, 1e-9)
+def _cards(plan: Plan, predicted: Predictions) -> tuple[Card, ...]:
+    memory, size, travel = predicted.memory, predicted.size, plan.communication
+    num_ops = sum(work.num_ops for work in predicted.phases.values())
+    rate = predicted.flops / max(predicted.step_us * predicted.device.flops_per_us, 1e-9)
+    time = format_seconds(predicted.step_us / 1e6)
     cards = [
-        Card("Parameters", format_count(size.num_parameters).replace(" ", ""), _size_note(plan)),
-        Card("Arithmetic", f"{format_count(plan.flops)}FLOP", f"{sum(w.num_ops for w in plan.phases.values())} ops"),
-        Card("Peak memory", format_bytes(memory.peak_bytes), _budget_note(plan)),
+        Card("Parameters", format_count(size.num_parameters).replace(" ", ""), _size_note(size)),
+        Card("Arithmetic", f"{format_count(predicted.flops)}FLOP", f"{num_ops} ops"),
+        Card("Peak memory", format_bytes(memory.peak_bytes), _budget_note(plan, predicted)),
         Card("  everything kept", format_bytes(memory.unlimited_peak_bytes)),
     ]
     if memory.smallest_peak_bytes is not None:
         cards.append(Card("  smallest possible", format_bytes(memory.smallest_peak_bytes), "as a budget or more"))
-    cards.append(
-        Card("Step time", format_seconds(plan.step_us / 1e6), f"on {plan.device.name}, {rate:.0%} of its arithmetic")
-    )
+    cards.append(Card("Step time", time, f"on {predicted.device.name}, {rate:.0%} of its arithmetic"))
     if travel is not None:
         num_bytes = sum(bucket.num_bytes for bucket in travel.buckets)
         cards += [
@@ -57,8 +62,7 @@ def _cards(plan: StepPlan) -> tuple[Card, ...]:
     return tuple(cards)
 
 
-def _size_note(plan: StepPlan) -> str:
-    size = plan.size
+def _size_note(size: StepSize) -> str:
     frozen = size.num_parameters - size.num_trainable
     parts = [
         format_bytes(size.parameter_bytes),
@@ -69,11 +73,19 @@ def _size_note(plan: StepPlan) -> str:
     return ", ".join(parts)
 
 
-def _budget_note(plan: StepPlan) -> str:
-    limit, peak = plan.device.memory_bytes, plan.memory.peak_bytes
-    told = "" if plan.remat is None else f"budget {_in_units(plan.remat.budget)}"
-    room = f"more than the {format_bytes(limit)} of one {plan.device.name}" if 0 < limit < peak else ""
+def _budget_note(plan: Plan, predicted: Predictions) -> str:
+    limit, peak = predicted.device.memory_bytes, predicted.memory.peak_bytes
+    told = "" if plan.memory is None else f"budget {_in_units(plan.memory.budget)}"
+    room = f"more than the {format_bytes(limit)} of one {predicted.device.name}" if 0 < limit < peak else ""
     return ", ".join(part for part in (told, room) if part)
+
+
+def _stage_section(plan: Plan) -> Section:
+    rows: list[tuple[Cell, ...]] = [
+        (choice.stage, ", ".join(item.name for item in choice.passes) or "-", _in_units(choice.reason))
+        for choice in (*plan.rewrites, *plan.loop)
+    ]
+    return Section("What is done", (Table(("stage", "passes", "why"), tuple(rows), ends_in_text=True),))
 
 
 def _in_units(text: str) -> str:
@@ -81,7 +93,7 @@ def _in_units(text: str) -> str:
     return _EXACT_BYTES.sub(lambda found: format_bytes(int(found[1])), text)
 
 
-def _time_section(plan: StepPlan) -> Section:
+def _time_section(plan: Plan, predicted: Predictions) -> Section:
     rows: list[tuple[Cell, ...]] = [
         (
             name,
@@ -89,16 +101,16 @@ def _time_section(plan: StepPlan) -> Section:
             format_count(work.flops),
             format_bytes(work.moved_bytes),
             _s(work.time_us),
-            format_share(work.time_us, plan.step_us),
+            format_share(work.time_us, predicted.step_us),
         )
-        for name, work in plan.phases.items()
+        for name, work in predicted.phases.items()
     ]
     if plan.communication is not None:
         waiting = plan.communication.exposed_us
-        rows.append(("waiting for gradients", "", "", "", _s(waiting), format_share(waiting, plan.step_us)))
+        rows.append(("waiting for gradients", "", "", "", _s(waiting), format_share(waiting, predicted.step_us)))
     columns = ("phase", "ops", "flops", "bytes moved", "time", "share")
-    total = ("step", "", format_count(plan.flops), "", _s(plan.step_us), "")
-    device = plan.device
+    total = ("step", "", format_count(predicted.flops), "", _s(predicted.step_us), "")
+    device = predicted.device
     caption = (
         f"Estimated for {device.name}: {device.flops_per_us / 1e6:g} TFLOP/s, {device.bytes_per_us / 1e6:g} TB/s, "
         f"{device.overhead_us:g} us for any op."
@@ -106,8 +118,8 @@ def _time_section(plan: StepPlan) -> Section:
     return Section("Time", (Table(columns, tuple(rows), total, caption),))
 
 
-def _memory_section(plan: StepPlan) -> Section:
-    memory = plan.memory
+def _memory_section(plan: Plan, predicted: Predictions) -> Section:
+    memory = predicted.memory
     rows: list[tuple[Cell, ...]] = [
         (share.name, format_bytes(share.num_bytes), format_share(share.num_bytes, memory.peak_bytes))
         for share in memory.at_peak[:_MAX_ROWS]
@@ -116,7 +128,7 @@ def _memory_section(plan: StepPlan) -> Section:
     rest = sum(share.num_bytes for share in hidden)
     if hidden:
         rows.append((f"{len(hidden)} others", format_bytes(rest), format_share(rest, memory.peak_bytes)))
-    blocks: list[Prose | Table] = [] if plan.remat is None else [Prose(f"{_sentence(_in_units(str(plan.remat)))}.")]
+    blocks: list[Prose | Table] = [] if plan.memory is None else [Prose(f"{_sentence(_in_units(str(plan.memory)))}.")]
     if memory.logits is not None:
         logits = memory.logits
         blocks.append(

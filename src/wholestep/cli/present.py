@@ -126,7 +126,7 @@ def _plan_rows(comparison: Comparison) -> Iterable[tuple[str, Callable[[DataPara
 
 
 def _plan_of(side: Side) -> DataParallelPlan:
-    plan = side.compiled.plan
+    plan = side.compiled.plan.communication
     assert plan is not None
     return plan
 
@@ -215,7 +215,7 @@ def _side_dict(comparison: Comparison, name: str) -> dict[str, Any]:
     }
     if name not in comparison.differences:
         return values
-    difference, plan = comparison.differences[name], side.compiled.plan
+    difference, plan = comparison.differences[name], side.compiled.plan.communication
     return values | {
         "max_loss_difference": difference.loss,
         "max_parameter_difference": difference.parameters,

@@ -11,14 +11,14 @@ from typing import Any
 
 from torch import fx
 
+from wholestep import _strict_json as strict_json
 from wholestep.capture import Capture
 from wholestep.cost import DeviceModel, estimated_times
 from wholestep.cost.trial import device_of
-from wholestep.errors import SplitError, StageFileError
+from wholestep.errors import SplitError
 from wholestep.graph import StepGraph
 from wholestep.pipe.balance import Limit, Profile, balance, profile
 from wholestep.pipe.borders import Border, Layer, Places, Points, Policy, marked_borders, named_borders
-from wholestep.pipe.files import strict_json
 from wholestep.pipe.placement import forward_calls
 
 _VERSION = 1
@@ -82,7 +82,7 @@ class SplitPlan:
             raise SplitError(f"this is no split plan (it has {len(text)} characters; at most {_MAX_TEXT} are read)")
         try:
             return _plan(strict_json.parse(text.encode(), "the text"))
-        except (StageFileError, UnicodeEncodeError) as error:
+        except (strict_json.FileError, UnicodeEncodeError) as error:
             raise SplitError(f"this is no split plan ({error})") from None
 
     def __str__(self) -> str:
@@ -136,7 +136,7 @@ def _count(value: Any, what: str) -> int:
 
 def _time(value: Any, what: str) -> float:
     if not isinstance(value, float) or not (math.isfinite(value) and value >= 0):
-        raise StageFileError(f"{what} is a time, not negative and with a decimal point")
+        raise strict_json.FileError(f"{what} is a time, not negative and with a decimal point")
     return value
 
 

@@ -22,7 +22,7 @@ _MAX_MODULES = 60
 
 def memory_sections(step: StepRunner, *, pictures: bool) -> tuple[Section, ...]:
     """The memory plan, if there is one. Pictures show other plans, too, and those have to be made first."""
-    plan = step.memory_plan
+    plan = step.plan.memory
     if plan is None:
         return ()
     study = step.memory_study if pictures else None

@@ -14,7 +14,7 @@ MAX_BUCKETS = 60
 
 def plan_sections(step: StepRunner, timeline: StepTimeline | None) -> tuple[Section, ...]:
     """How gradients travel, if they do, and when they do so in a timeline."""
-    plan = step.plan
+    plan = step.plan.communication
     if plan is None:
         return ()
     return (Section("Data parallel", (Prose(_verdict(plan)), _bucket_table(plan, timeline))),)

@@ -88,7 +88,7 @@ def _time_sections(step: StepRunner, timeline: StepTimeline | None, summary: Gra
     drawn = timeline_section(step, timeline)
     if step.options.dry_run is not None:
         return (drawn,)
-    peak_bytes = summary.memory.peak_bytes if step.memory_plan is None else step.memory_plan.peak_bytes
+    peak_bytes = summary.memory.peak_bytes if step.plan.memory is None else step.plan.memory.peak_bytes
     return (drawn, measured_section(step.measured, timeline, peak_bytes))
 
 

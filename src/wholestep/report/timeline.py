@@ -75,8 +75,8 @@ def predicted_timeline(step: StepRunner) -> StepTimeline:
     Op times are those of the device that is here, or of the one that was planned for; where the planner has measured
     forward and backward, they are scaled to take as long. Without a link nothing travels.
     """
-    graph, plan, dry_run = step.graph, step.plan, step.options.dry_run
-    device = _device_here(graph) if dry_run is None else dry_run.device
+    graph, plan, dry_run = step.graph, step.plan.communication, step.options.dry_run
+    device = _device_here(graph) if dry_run is None or dry_run.device is None else dry_run.device
     times = {node: call_us(node, device) for node in graph.calls()}
     if plan is not None and plan.compute_us:
         estimated = sum(us for node, us in times.items() if node.meta["phase"] in (Phase.FORWARD, Phase.BACKWARD))

@@ -20,7 +20,7 @@ _PARTS = (str(Phase.FORWARD), str(Phase.BACKWARD), str(Phase.OPTIMIZER), str(Pha
 
 def timeline_section(step: StepRunner, timeline: StepTimeline) -> Section:
     """Compute, communication and waiting in one picture."""
-    plan = step.plan
+    plan = step.plan.communication
     num_buckets = 0 if plan is None else len(plan.buckets)
     scene = timeline_scene(timeline, step.measured.typical, frozenset(range(min(num_buckets, MAX_BUCKETS))))
     source = "the device that was planned for" if step.options.dry_run is not None else "the device that is here"

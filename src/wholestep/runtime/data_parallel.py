@@ -11,19 +11,16 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
 from wholestep.capture import Capture, source
-from wholestep.comm import AllReduce, Bucket, Overlap, SplitOptimizer, reducible_gradients
-from wholestep.comm.bucket import format_groups
+from wholestep.comm import reducible_gradients
 from wholestep.comm.facts import gather_facts
 from wholestep.comm.plan import DataParallelPlan, Facts, decide
+from wholestep.compiler import Draft, StepOptions
 from wholestep.cost import Link, calibrate_link
-from wholestep.errors import CaptureError, RankError, WholestepError
+from wholestep.errors import CaptureError, RankError
 from wholestep.graph import SlotKind, StepGraph
-from wholestep.iteration import Rotate
-from wholestep.passes import Pass
 from wholestep.runtime.agreement import Ranks, is_due, mark_of, require_same
 from wholestep.runtime.replica_facts import (
     all_optimizer_facts,
@@ -47,71 +44,13 @@ _READ_BY_UPDATES = (SlotKind.CONSTANT, SlotKind.BUFFER, SlotKind.GRAD)
 
 
 @dataclass(frozen=True)
-class DataParallel:
-    """How ranks share a step, for `wholestep.compile(..., data_parallel=DataParallel(...))`.
-
-    Args:
-        group: the ranks: a process group, a one-dimensional `DeviceMesh`, or None for the default group.
-        reduce: `"mean"` averages gradients like DDP, `"sum"` adds them up.
-        link: what an all-reduce costs, `"1gbit,50us"`; measured at the start if None.
-        op_times: `"measured"` times the step's ops at the start, `"estimated"` derives them from flops and bytes.
-    """
-
-    group: dist.ProcessGroup | DeviceMesh | None = None
-    reduce: str = "mean"
-    link: str | None = None
-    op_times: str = "measured"
-
-    def __post_init__(self) -> None:
-        if self.reduce not in ("mean", "sum"):
-            raise WholestepError(f"reduce is 'mean' or 'sum', not {self.reduce!r}")
-        if self.op_times not in ("measured", "estimated"):
-            raise WholestepError(f"op_times is 'measured' or 'estimated', not {self.op_times!r}")
-        if self.link is not None:
-            Link.from_text(self.link)
-        if isinstance(self.group, DeviceMesh) and self.group.ndim != 1:
-            raise WholestepError(
-                f"data_parallel takes a one-dimensional DeviceMesh, not one of {self.group.ndim} dimensions; "
-                "pass one of its axes: mesh['dp']"
-            )
-
-    @staticmethod
-    def of(value: Any) -> DataParallel | None:
-        """From what `wholestep.compile` accepts; raises `WholestepError` for anything else."""
-        if value is None or isinstance(value, DataParallel):
-            return value
-        if value == "replicate":
-            return DataParallel()
-        if isinstance(value, (dist.ProcessGroup, DeviceMesh)):
-            return DataParallel(value)
-        raise WholestepError(
-            f"data_parallel is None, 'replicate', a ProcessGroup, a 1-D DeviceMesh or a DataParallel, not {value!r}"
-        )
-
-    def resolve(self) -> dist.ProcessGroup:
-        """The process group itself, looked up when the step is first called."""
-        if isinstance(self.group, DeviceMesh):
-            return self.group.get_group()
-        if self.group is not None:
-            return self.group
-        if not dist.is_available() or not dist.is_initialized():
-            raise WholestepError(
-                "data_parallel needs a process group; start the script with torchrun and call "
-                "torch.distributed.init_process_group() before the first step"
-            )
-        group = dist.group.WORLD
-        assert group is not None
-        return group
-
-
-@dataclass(frozen=True)
 class Prepared:
-    """A capture, its graph, how its gradients travel, and what ranks have to do alike in each call of it."""
+    """A capture, the draft of its plan, how its gradients travel, and what ranks do alike in each call of it."""
 
     captured: Capture
-    graph: StepGraph
-    plan: DataParallelPlan
-    part: Part | None = None
+    draft: Draft
+    communication: DataParallelPlan
+    part: Part
 
 
 class _Shared:
@@ -130,43 +69,24 @@ class _Shared:
         self._count += 1
 
 
-CaptureStep = Callable[[frozenset[str]], tuple[Capture, StepGraph]]
-
-
-def plan_passes(plan: DataParallelPlan, group: str) -> list[Pass]:
-    """The rewrites that carry out a plan on a process group."""
-    return [
-        AllReduce(group=group, world=plan.world, average=plan.average),
-        Bucket(groups=format_groups([bucket.keys for bucket in plan.buckets])),
-        SplitOptimizer(),
-        Overlap(late=" ".join(map(str, plan.late))),
-        Rotate(buckets=" ".join(map(str, plan.moved)), strict=False),
-    ]
+CaptureStep = Callable[[frozenset[str]], tuple[Capture, Draft]]
+"""Captures the step, some parameters getting a gradient of zeros, and decides what a rank decides for itself."""
 
 
 class Replicas:
-    """This rank's side of a data-parallel step: agrees with the other ranks and turns the agreement into passes."""
+    """This rank's side of a data-parallel step: agrees with the other ranks how gradients travel."""
 
-    def __init__(
-        self,
-        options: DataParallel,
-        function: Callable[..., Any],
-        bucket_mb: float,
-        cross_iteration: str | tuple[str, ...],
-        timeout_s: float,
-        others: Mapping[str, Any] | None = None,
-    ) -> None:
+    def __init__(self, options: StepOptions, function: Callable[..., Any]) -> None:
+        assert options.data_parallel is not None
         self.options = options
-        self.others = others or {}
-        self.bucket_mb = bucket_mb
-        self.cross_iteration = cross_iteration
+        self.shared = options.data_parallel
         self.function = function
-        self.ranks = Ranks.of(options.resolve(), timeout_s)
+        self.ranks = Ranks.of(self.shared.resolve(), options.agreement_timeout_s)
         self._plans: dict[str, DataParallelPlan] = {}
         self._broadcast = _Shared()
         self._optimizers = _Shared()
         self._roll_call: RollCall | None = None
-        self._link: Link | None = None if options.link is None else Link.from_text(options.link)
+        self._link: Link | None = None if self.shared.link is None else Link.from_text(self.shared.link)
 
     def prepare(self, capture_step: CaptureStep, number: int) -> Prepared:
         """Capture, and find the plan for the gradients the capture has.
@@ -177,18 +97,19 @@ class Replicas:
         """
         self.ranks.require_finished()
         with self.ranks.failing_together(f"{number}/step"):
-            captured, graph = capture_step(frozenset())
-            self._refuse_local_updates(graph)
-        plan = self._plans.get(_signature(captured, graph))
+            captured, draft = capture_step(frozenset())
+            self._refuse_local_updates(draft.graph)
+        plan = self._plans.get(_signature(captured, draft.graph))
         if plan is None or self._unseen(captured, SlotKind.PARAM) or self._unseen_optimizers(captured):
-            captured, graph = self._agree_on_gradients(capture_step, captured, graph, number)
+            captured, draft = self._agree_on_gradients(capture_step, captured, draft, number)
+            graph = draft.graph
             with self.ranks.telling("rank 0's parameters"):
                 self._share_state(captured)
             values = value_facts(captured, update_inputs(graph, *_READ_BY_UPDATES))
             self.ranks.require_agreement(f"{number}/values", {"tensors that updates are made with": values})
             plan = self._agree_on_plan(graph, number)
             self._plans[_signature(captured, graph)] = plan
-        return Prepared(captured, graph, plan, self._part(captured, graph, plan))
+        return Prepared(captured, draft, plan, self._part(captured, draft.graph, plan))
 
     def begin_call(self, part: Part | None, captured: Capture, number: int, leaves: list[Any]) -> None:
         """Say which call this rank runs; now and then compare options, which may change with every call."""
@@ -221,10 +142,6 @@ class Replicas:
         if self._roll_call is not None:
             self._roll_call.forget()
 
-    def passes(self, plan: DataParallelPlan) -> list[Pass]:
-        """The rewrites that carry out a plan."""
-        return plan_passes(plan, self.ranks.name)
-
     def peers(self, captured: Capture, plan: DataParallelPlan, number: int) -> Peers:
         """The ranks, as the check of a call against eager needs them; they run the same call."""
         if self._roll_call is not None:
@@ -232,12 +149,12 @@ class Replicas:
         return Peers(self.ranks, captured, plan, number)
 
     def _agree_on_gradients(
-        self, capture_step: CaptureStep, captured: Capture, graph: StepGraph, number: int
-    ) -> tuple[Capture, StepGraph]:
+        self, capture_step: CaptureStep, captured: Capture, draft: Draft, number: int
+    ) -> tuple[Capture, Draft]:
         """Compare all that must be alike; a parameter that only other ranks use gets a gradient of zeros."""
         facts = {
             "the compiled steps": {"function": self.name, f"the code of {self.name}": code_mark(self.function)},
-            "the options of wholestep.compile": self._settings(),
+            "the options of wholestep.compile": self.options.rank_facts,
             "the parameters": tensor_facts(captured, SlotKind.PARAM),
             "the buffers": tensor_facts(captured, SlotKind.BUFFER),
             "the modes of modules": mode_facts(captured.found.modules),
@@ -245,7 +162,7 @@ class Replicas:
             "what ranks do not share yet": self._unseen(captured, SlotKind.PARAM, SlotKind.BUFFER),
         }
         self.ranks.require_agreement(f"{number}/step", facts)
-        names = _names(graph)
+        names = _names(draft.graph)
         by_rank = self.ranks.exchange(f"{number}/gradients", names)
         everywhere = {name for each in by_rank for name in each}
         if not all(set(each) == everywhere for each in by_rank):
@@ -253,15 +170,21 @@ class Replicas:
                 missing = everywhere - set(names)
                 if missing:
                     logger.info("%d parameters are unused on this rank and get a gradient of zeros", len(missing))
-                    captured, graph = capture_step(frozenset(missing))
-                by_rank = self.ranks.exchange(f"{number}/zeros", _names(graph))
+                    captured, draft = capture_step(frozenset(missing))
+                by_rank = self.ranks.exchange(f"{number}/zeros", _names(draft.graph))
             require_same("the gradients", [sorted(each) for each in by_rank])
-        self.ranks.require_agreement(f"{number}/update", {"clipping and updates": update_facts(graph)})
-        return captured, graph
+        self.ranks.require_agreement(f"{number}/update", {"clipping and updates": update_facts(draft.graph)})
+        return captured, draft
 
     def _agree_on_plan(self, graph: StepGraph, number: int) -> DataParallelPlan:
-        """Rank 0's facts, one link, the same decision everywhere, checked by its fingerprint."""
-        is_auto = self.cross_iteration == "auto" and self.ranks.world > 1
+        """Rank 0's facts, one link, the same decision everywhere, checked by its fingerprint.
+
+        A plan that was given has been compared already, with all other options.
+        """
+        if self.options.plan is not None:
+            assert self.options.plan.communication is not None, "made for as many ranks as there are"
+            return self.options.plan.communication
+        is_auto = self.options.cross_iteration == "auto" and self.ranks.world > 1
         if is_auto and self._link is None:
             with self.ranks.telling("the measurement of the link"):
                 self._link = calibrate_link(self.ranks.group, _device(graph))
@@ -271,12 +194,13 @@ class Replicas:
                 facts = gather_facts(
                     graph,
                     world=self.ranks.world,
-                    average=self.options.reduce == "mean",
+                    average=self.shared.reduce == "mean",
                     link=self._link if is_auto else None,
-                    is_measured=self.options.op_times == "measured",
+                    is_measured=self.shared.op_times == "measured",
                 ).to_dict()
             answers = self.ranks.exchange(f"{number}/facts", facts)
-        plan = decide(Facts.from_dict(answers[0]), bucket_mb=self.bucket_mb, cross_iteration=self.cross_iteration)
+        common = Facts.from_dict(answers[0])
+        plan = decide(common, bucket_mb=self.options.bucket_mb, cross_iteration=self.options.cross_iteration)
         require_same("the plans", self.ranks.exchange(f"{number}/plan", plan.fingerprint))
         return plan
 
@@ -284,17 +208,6 @@ class Replicas:
     def name(self) -> str:
         """The step, as messages call it."""
         return getattr(self.function, "__qualname__", repr(self.function))
-
-    def _settings(self) -> dict[str, Any]:
-        return {
-            "bucket_mb": self.bucket_mb,
-            "cross_iteration": list(self.cross_iteration)
-            if isinstance(self.cross_iteration, tuple)
-            else self.cross_iteration,
-            "reduce": self.options.reduce,
-            "link": self.options.link,
-            **self.others,
-        }
 
     def _refuse_local_updates(self, graph: StepGraph) -> None:
         found = local_update(graph) if self.ranks.world > 1 else None

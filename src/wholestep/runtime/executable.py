@@ -41,6 +41,7 @@ class Executable:
         held: Collection[str] = (),
         applies: bool = False,
         is_flush: bool = False,
+        compiles: bool = True,
     ) -> None:
         self.graph = graph
         self._label = f"wholestep::{label}"
@@ -59,7 +60,8 @@ class Executable:
         self._step: Step | None = None
         self._corrections: Mapping[str, tuple[int, ...]] = {}
         self._timed: tuple[Step, Stopwatch] | None = None
-        prepare_regions(graph)
+        if compiles:
+            prepare_regions(graph)
         self._is_recorded = is_recorded
         self._numbers = take_rates_from_device(graph) if is_recorded else {}
         if is_flush:

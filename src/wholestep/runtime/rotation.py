@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import threading
-from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -14,11 +13,11 @@ import torch
 from wholestep import _torch
 from wholestep.capture import Capture
 from wholestep.capture.binding import Binding, FixedTensor
+from wholestep.compiler import LoopGraphs
 from wholestep.graph import SlotKind, StepGraph, nodes_in, ops
-from wholestep.iteration import Kind, derive, moved_nodes
-from wholestep.iteration.moves import SHARED, found_again, kept_gradients
-from wholestep.lower import Lower, dump_regions, memory_of
-from wholestep.passes import Pipeline, run_passes
+from wholestep.iteration import Kind, moved_nodes
+from wholestep.iteration.moves import found_again, kept_gradients
+from wholestep.lower import dump_regions, memory_of
 from wholestep.runtime.cuda_graph import why_not_recorded
 from wholestep.runtime.executable import Executable
 from wholestep.runtime.journal import Journal
@@ -27,47 +26,36 @@ from wholestep.runtime.pending import Pending, Targets
 logger = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True)
-class IterationGraphs:
-    """The graphs a step runs, as readable code: of the first call, the middle ones, the last, and of a flush."""
-
-    setup: StepGraph
-    main: StepGraph
-    cleanup: StepGraph
-    flush: StepGraph
-
-
 class Rotation:
-    """Runs a step whose graph notes which nodes belong to the next iteration.
+    """Runs the graphs of a step's loop.
 
-    `graph` is functional; `finish` are the passes that make it run in place, run on each derived graph. With
-    `cuda_graphs` those that can run as CUDA graphs do. What is in their regions is written to `dump_dir`.
+    With `cuda_graphs` those that can run as CUDA graphs do. What is in their regions is written to `dump_dir`; unless
+    it `compiles`, regions are left as they are: compiling takes long, and what is not going to run does not need it.
     """
 
     def __init__(
         self,
-        graph: StepGraph,
-        finish: Pipeline,
+        loop: LoopGraphs,
         capture: Capture,
         name: str,
         *,
         cuda_graphs: bool = False,
         dump_dir: Path | None = None,
+        compiles: bool = True,
     ) -> None:
+        self.graphs = loop
         self._name = name
         self._dump_dir = dump_dir
         self._cuda_graphs = cuda_graphs
-        self._source = graph
-        self._finish = finish
+        self._compiles = compiles
         self._bindings: dict[str, Binding] = capture.bindings
-        self._blocks = frozenset(node.meta["next_iteration"] for node in moved_nodes(graph)) - {SHARED}
-        self._held = _target_slots(graph)
-        self._setup = self._derived(Kind.SETUP) if self._blocks else self._whole
-        self._main = self._derived(Kind.MAIN) if self._blocks else self._whole
+        self._held = _target_slots(loop.source)
+        self._setup = self._executable(loop.setup, Kind.SETUP) if loop.blocks else self._whole
+        self._main = self._executable(loop.main, Kind.MAIN) if loop.blocks else self._whole
         # Before anything waits there is what applies it: a reader may come from where nothing can be compiled.
-        self._flush = self._derived(Kind.FLUSH) if self._blocks else None
+        self._flush = self._executable(loop.flush, Kind.FLUSH) if loop.blocks else None
         self.pending = Pending(name, self._targets(capture), self._flush)
-        if capture.dynamic_dims and any(item.name == Lower.name for item in finish):
+        if capture.dynamic_dims and loop.plan.is_lowered:
             # Compiling regions may bring more assumptions about sizes, and guards are made of those known by then.
             _ = self._whole, self._cleanup
 
@@ -79,21 +67,15 @@ class Rotation:
     @property
     def in_loop(self) -> Executable | None:
         """What the next call runs if it is one in the middle of the loop; None if it is the first to run that."""
-        is_in_loop = self._main.is_ready and (not self._blocks or self.pending.can_begin)
+        is_in_loop = self._main.is_ready and (not self.graphs.blocks or self.pending.can_begin)
         return self._main if is_in_loop else None
-
-    @cached_property
-    def graphs(self) -> IterationGraphs:
-        """All graphs of the loop."""
-        flush = derive(self._source, Kind.FLUSH) if self._flush is None else self._flush.graph
-        return IterationGraphs(self._setup.graph, self._main.graph, self._cleanup.graph, flush)
 
     def run(self, leaves: list[Any], *, is_last: bool, number: int = 0) -> tuple[Any, ...]:
         """One call of the loop, the caller's `number`th; it has the turn of `pending`.
 
         If it raises, what waited has been applied, as it would have been in eager, or cannot be read.
         """
-        if not self._blocks:
+        if not self.graphs.blocks:
             return self._whole.run(leaves)[0]
         pending = self.pending
         pending.runner = threading.get_ident()
@@ -128,11 +110,11 @@ class Rotation:
 
     @cached_property
     def _whole(self) -> Executable:
-        return self._executable(self._source.copy(), "step")
+        return self._executable(self.graphs.whole, "step")
 
     @cached_property
     def _cleanup(self) -> Executable:
-        return self._derived(Kind.CLEANUP) if self._blocks else self._whole
+        return self._executable(self.graphs.cleanup, Kind.CLEANUP) if self.graphs.blocks else self._whole
 
     @cached_property
     def _ends_in_place(self) -> bool:
@@ -143,24 +125,19 @@ class Rotation:
         assert self._flush is not None
         return _written_slots(self._cleanup.graph) == _written_slots(self._flush.graph)
 
-    def _derived(self, kind: Kind) -> Executable:
-        return self._executable(derive(self._source, kind), kind)
-
     def _executable(self, graph: StepGraph, label: str) -> Executable:
-        finished = run_passes(graph, self._finish)
         if self._dump_dir is not None:
-            dump_regions(finished, self._dump_dir / "regions" / label if self._blocks else self._dump_dir / "regions")
-        applies = label in (Kind.MAIN, Kind.CLEANUP, Kind.FLUSH)
-        if applies:
-            _write_moved_updates(finished)
+            folder = self._dump_dir / "regions"
+            dump_regions(graph, folder / label if self.graphs.blocks else folder)
         return Executable(
-            finished,
+            graph,
             self._bindings,
             label,
-            is_recorded=self._can_be_recorded(finished),
+            is_recorded=self._can_be_recorded(graph),
             held=self._held,
-            applies=applies,
+            applies=label in (Kind.MAIN, Kind.CLEANUP, Kind.FLUSH),
             is_flush=label == Kind.FLUSH,
+            compiles=self._compiles,
         )
 
     def _can_be_recorded(self, graph: StepGraph) -> bool:
@@ -180,9 +157,9 @@ class Rotation:
             values = {slot_id: binding.read([]) for slot_id, binding in bindings.items()}
             return {slot_id: value for slot_id, value in values.items() if isinstance(value, torch.Tensor)}
 
-        kept = kept_gradients(self._source)
-        names = dict.fromkeys(kept, True) | dict.fromkeys(_coming_gradients(self._source), False)
-        params = self._source.slots_of_kind(SlotKind.PARAM)
+        kept = kept_gradients(self.graphs.source)
+        names = dict.fromkeys(kept, True) | dict.fromkeys(_coming_gradients(self.graphs.source), False)
+        params = self.graphs.source.slots_of_kind(SlotKind.PARAM)
         gradients = {slot.id: names[slot.name] for slot in params if slot.name in names}
         ids = {id(binding.tensor) for binding in bindings.values() if isinstance(binding, FixedTensor)}
         modules = {id(module): module for root in capture.found.modules.values() for module in root.modules()}
@@ -197,17 +174,6 @@ class Rotation:
             slot for slot, ops_there in written.items() if any("_fused_" not in op for op in ops_there)
         )
         return Targets(read, gradients, versioned, owners)
-
-
-def _write_moved_updates(graph: StepGraph) -> None:
-    """Where no pass has put updates in their slots: do so with those of the call before, as the graph's last acts."""
-    slots = graph.placeholders()
-    moved = {slot_id: value for slot_id, value in graph.updates.items() if "applies" in value.meta}
-    for slot_id, value in moved.items():
-        graph.insert(torch.ops.aten.copy_.default, (slots[slot_id], value), like=value, before=graph.output_node)
-    if moved:
-        graph.set_returned(updates={slot_id: v for slot_id, v in graph.updates.items() if slot_id not in moved})
-        graph.is_functional = False
 
 
 def _written_slots(graph: StepGraph) -> dict[str, list[str]]:

@@ -8,46 +8,38 @@ import functools
 import logging
 import time
 from collections.abc import Callable
-from dataclasses import replace
 from types import FunctionType
 from typing import Any, Self
-
-import torch
 
 from wholestep import _waiting_torch
 from wholestep._threads import let_others_capture, one_at_a_time
 from wholestep.capture import Capture, capture, discover
 from wholestep.capture.record import OnlyInEager, OtherOutcome, Raises, raises_of_a_value
-from wholestep.comm import FillBuckets, SplitOptimizer
-from wholestep.comm.plan import DataParallelPlan
-from wholestep.cost import dominant_logits, profile_memory
-from wholestep.errors import CaptureError, GuardError, RankError
-from wholestep.graph import StepGraph, ops
-from wholestep.iteration import Rotate
-from wholestep.lower import Decompose, Lower, Masks, WriteRegions
-from wholestep.passes import (
-    ChunkLoss,
-    LossGradient,
-    PadLogits,
-    Pass,
-    Pipeline,
-    dump_graphs,
-    mark_logits,
-    new_dump_folder,
-    run_passes,
+from wholestep.compiler import (
+    Draft,
+    Hardware,
+    LoopGraphs,
+    Plan,
+    StepOptions,
+    begin,
+    build,
+    imagined_communication,
+    settle,
+    with_peak,
 )
-from wholestep.remat import MemoryStudy, RematPlan, Survey, fit_lowered_step, fit_step, readable
+from wholestep.errors import CaptureError, GuardError, RankError
+from wholestep.graph import StepGraph
+from wholestep.passes import dump_graphs, new_dump_folder
+from wholestep.remat import MemoryStudy
 from wholestep.runtime import differential
 from wholestep.runtime.arguments import refuse_tensor_keys, refuse_unplannable
-from wholestep.runtime.data_parallel import DataParallel, Replicas
-from wholestep.runtime.dry_run import ImaginedReplicas, uncompiled_regions
+from wholestep.runtime.data_parallel import Replicas
 from wholestep.runtime.dynamic import choose_dynamic_dims, fewer_dims, what_is_fixed
 from wholestep.runtime.guards import Call
 from wholestep.runtime.heap import garbage_collection_paused, keep_freed_memory
 from wholestep.runtime.measured import Measured, run_measured
-from wholestep.runtime.options import StepOptions
 from wholestep.runtime.pending import flush_all, flush_others
-from wholestep.runtime.rotation import IterationGraphs, Rotation
+from wholestep.runtime.rotation import Rotation
 from wholestep.runtime.specialization import Specialization
 from wholestep.runtime.tracebacks import tell
 
@@ -55,33 +47,6 @@ logger = logging.getLogger(__name__)
 
 _MAX_OUTCOMES = 8
 """So many graphs of one step may differ in nothing but the values that it looks at."""
-
-
-def _cut(pipeline: Pipeline) -> tuple[Pipeline, Pipeline]:
-    """Passes that rewrite the step as a function, and those that make it run in place: from `reinplace` on."""
-    names = [item.name for item in pipeline]
-    border = names.index("reinplace") if "reinplace" in names else len(names)
-    return Pipeline(pipeline.passes[:border]), Pipeline(pipeline.passes[border:])
-
-
-def _local_moves(cross_iteration: str | tuple[str, ...]) -> list[Pass]:
-    """On one rank there is no communication to hide: updates move only if told to."""
-    if cross_iteration in ("auto", "none"):
-        return []
-    names = "" if isinstance(cross_iteration, str) else " ".join(cross_iteration)
-    return [SplitOptimizer(apart=names), Rotate(names=names)] if names else [Rotate()]
-
-
-def _by_name(graphs: IterationGraphs) -> dict[str, StepGraph]:
-    """The graphs that run, which are one if nothing crosses from one call to the next."""
-    if graphs.main is graphs.setup:
-        return {"step": graphs.main}
-    return {"setup": graphs.setup, "main": graphs.main, "cleanup": graphs.cleanup, "flush": graphs.flush}
-
-
-def _is_on_cuda(graph: StepGraph) -> bool:
-    values = [node.meta["val"] for node in graph.placeholders().values()]
-    return any(isinstance(value, torch.Tensor) and value.device.type == "cuda" for value in values)
 
 
 class StepRunner:
@@ -104,7 +69,6 @@ class StepRunner:
         """What is left of that, where symbolic sizes turned out to be impossible."""
         self._replicas: Replicas | None = None
         self._num_attempts = 0
-        self._is_lowered = False
         self._numbers: dict[tuple[Any, ...], None] = {}
         """Paths of Python numbers that have changed from one call to another, in the order in which they did."""
         self._num_outcomes = 0
@@ -257,8 +221,7 @@ class StepRunner:
     def prepare(self, *args: Any, **kwargs: Any) -> None:
         """Capture and plan the step for such a call, and run nothing; there is a graph afterwards."""
         try:
-            with contextlib.nullcontext() if self.options.dry_run is None else uncompiled_regions():
-                self._choose(Call.of(self._function, args, kwargs))
+            self._choose(Call.of(self._function, args, kwargs))
         except BaseException as error:
             tell(error, self._function, is_debugging=self.options.is_debugging)
             raise
@@ -284,24 +247,19 @@ class StepRunner:
         return self._require_current().graph
 
     @property
-    def iteration(self) -> IterationGraphs:
+    def iteration(self) -> LoopGraphs:
         """The graphs of the loop: `setup`, `main`, `cleanup`, `flush`; all but the last are one if nothing moves."""
         return self._require_current().rotation.graphs
 
     @property
-    def plan(self) -> DataParallelPlan | None:
-        """How gradients travel, and why so; None without `data_parallel`."""
+    def plan(self) -> Plan:
+        """All that was decided about the most recent call's graph, with reasons; `print` shows it as a table."""
         return self._require_current().plan
 
     @property
     def measured(self) -> Measured:
         """What `measure` has found out about the graph of the most recent call; empty if it was not asked to."""
         return self._require_current().measured
-
-    @property
-    def memory_plan(self) -> RematPlan | None:
-        """What is kept for the backward and what runs again; None without `memory_budget` and checkpoint regions."""
-        return self._require_current().memory_plan
 
     @property
     def memory_study(self) -> MemoryStudy | None:
@@ -397,161 +355,72 @@ class StepRunner:
         return self._current
 
     def _compile(self, call: Call, reason: str | None) -> Specialization:
+        """Capture, plan and build the step for a call."""
         started = time.perf_counter()
         refuse_tensor_keys(call.spec)
-        dump_dir = self.options.dump_dir and new_dump_folder(self.options.dump_dir, self._name)
-        rewrite, finish = _cut(self.options.pipeline)
+        options = self.options
+        dump_dir = options.dump_dir and new_dump_folder(options.dump_dir, self._name)
 
-        device = None if self.options.dry_run is None else self.options.dry_run.device
-        memory: RematPlan | None = None
-        survey: Survey | None = None
-        # Bound now: buckets come to `finish` below, a survey later on has to do without them like the plan itself.
-        finish_copy = functools.partial(run_passes, passes=finish, dump_dir=None)
-
-        def capture_step(zero_gradients: frozenset[str]) -> tuple[Capture, StepGraph]:
-            nonlocal memory, survey
+        def capture_step(zero_gradients: frozenset[str]) -> tuple[Capture, Draft]:
             captured = self._capture(call, zero_gradients)
-            refuse_unplannable(captured, self.options.memory_budget)
-            graph = run_passes(captured.graph, rewrite, dump_dir=dump_dir)
-            self._is_lowered = self._lowers(graph)
-            if self._is_lowered and _is_on_cuda(graph):
-                graph = run_passes(graph, [PadLogits()], dump_dir=dump_dir)
-            elif self._is_lowered and self.options.keep_heap:
-                keep_freed_memory()
-            is_planned = self.options.memory_budget is not None or captured.num_checkpoint_regions > 0
-            chunking = self._chunking(graph, finish_copy, is_planned=is_planned)
-            graph = run_passes(
-                graph,
-                [*chunking, *([LossGradient(), Masks(), Decompose()] if self._is_lowered else [])],
+            refuse_unplannable(captured, options.memory_budget)
+            draft = begin(
+                captured.graph,
+                options,
+                options.dry_run or Hardware(),
+                name=self._name,
+                world=self._world,
+                looks=bool(captured.recording.requirements),
+                num_checkpoint_regions=captured.num_checkpoint_regions,
                 dump_dir=dump_dir,
             )
-            if self._is_lowered:
-                remat, memory = fit_lowered_step(graph, self.options.memory_budget, device)
-                graph = run_passes(graph, [remat], dump_dir=dump_dir)
-            elif is_planned:
-                remat, memory, survey = fit_step(graph, self.options.memory_budget, finish_copy, device)
-                graph = run_passes(graph, [remat], dump_dir=dump_dir)
-            return captured, graph
+            return captured, draft
 
         with garbage_collection_paused():
             flush_others(None)
-            plan, part = None, None
-            if self.options.data_parallel is None:
-                captured, graph = capture_step(frozenset())
-                passes = self._moves(captured)
+            part, group = None, ""
+            if options.data_parallel is None or options.dry_run is not None:
+                captured, draft = capture_step(frozenset())
+                communication = imagined_communication(draft.graph, options, draft.hardware)
             else:
-                replicas = self._replicas_of(self.options.data_parallel)
+                replicas = self._replicas = self._replicas or Replicas(options, self._function)
                 prepared = replicas.prepare(capture_step, self._num_attempts)
-                captured, graph, plan, part = prepared.captured, prepared.graph, prepared.plan, prepared.part
-                passes = replicas.passes(plan)
-                finish = Pipeline((*finish.passes, FillBuckets())) if finish.passes else finish
-            graph = run_passes(graph, passes, dump_dir=dump_dir)
-            finish = Pipeline((Lower(), *finish.passes, WriteRegions())) if self._is_lowered else finish
+                captured, draft, communication = prepared.captured, prepared.draft, prepared.communication
+                part, group = prepared.part, replicas.ranks.name
+            plan = settle(draft, communication, group=group)
+            loop = build(draft.graph, plan, group=group, dump_dir=dump_dir)
+            if plan.is_lowered and not draft.is_on_cuda and options.keep_heap:
+                keep_freed_memory()
             rotation = Rotation(
-                graph,
-                finish,
+                loop,
                 captured,
                 self._name,
-                cuda_graphs=self.options.cuda_graphs,
+                cuda_graphs=options.cuda_graphs,
                 dump_dir=dump_dir,
+                compiles=options.dry_run is None,
             )
             if dump_dir is not None:
-                dump_graphs(dump_dir, _by_name(rotation.graphs))
-            memory = self._finished(memory, rotation)
+                dump_graphs(dump_dir, loop.by_name())
+            plan = with_peak(plan, loop, options, self._name)
             with one_at_a_time():  # guards keep what they see of torch
-                fresh = Specialization(captured, rotation, call, plan, memory, survey, part)
+                fresh = Specialization(captured, rotation, call, plan, draft.survey, part)
         self._num_captures += 1
         self._remember(fresh)
         self._log(fresh, reason, time.perf_counter() - started)
         return fresh
 
-    def _moves(self, captured: Capture) -> list[Pass]:
-        """Updates that move to the next call, on one rank; none in a step that looks at values it computes."""
-        passes = _local_moves(self.options.cross_iteration)
-        if passes and (captured.recording.requirements or ops.may_raise_in_python(captured.graph.nodes)):
-            logger.warning(
-                "cross_iteration=%r: no update of %s waits, as the step looks at values and may take another course",
-                *(self.options.cross_iteration, self._name),
-            )
-            return []
-        return passes
-
-    def _lowers(self, graph: StepGraph) -> bool:
-        """Whether a graph is lowered; with `"auto"` it is where there is a compiler for it."""
-        if self.options.lower != "auto":
-            return self.options.lower == "inductor"
-        from wholestep import _inductor_torch  # takes seconds
-
-        reason = _inductor_torch.why_no_compiler(is_cuda=_is_on_cuda(graph))
-        if reason:
-            logger.info("%s is not lowered: %s", self._name, reason)
-        return not reason
-
-    def _chunking(self, graph: StepGraph, finish: Callable[[StepGraph], StepGraph], *, is_planned: bool) -> list[Pass]:
-        """What `chunk_loss` asks for; a loss that cannot be had in chunks is warned about.
-
-        `"auto"` asks what the peak consists of; if a plan is going to change that, for as many chunks as are useful.
-        """
-        heads, reasons = mark_logits(graph)
-        chunks = self.options.chunk_loss
-        if chunks is None:
-            return []
-        if reasons:
-            logger.warning("%s: chunk_loss=%s leaves a loss in one piece: %s", self._name, chunks, "; ".join(reasons))
-        if isinstance(chunks, str) and is_planned:
-            chunks = max((head.useful_chunks for head in heads), default=1)
-        elif isinstance(chunks, str):
-            found = dominant_logits(profile_memory(finish(graph.copy())))
-            chunks = 1 if found is None else found.chunks
-        return [ChunkLoss(chunks)] if heads and chunks > 1 else []
-
-    def _finished(self, memory: RematPlan | None, rotation: Rotation) -> RematPlan | None:
-        """The memory plan with the peak of the graph that runs: buckets and what crosses iterations come on top.
-
-        Of a lowered graph the planner's own prediction is all there is.
-        """
-        if memory is None or self._is_lowered:
-            return memory
-        memory = replace(memory, peak_bytes=profile_memory(rotation.graph).peak_bytes)
-        budget = None if self.options.memory_budget is None else self.options.memory_budget.whole
-        if budget is not None and budget.num_bytes is not None and memory.peak_bytes > budget.num_bytes:
-            logger.warning(
-                "%s needs %s, more than its memory budget of %s: gradient buckets and pending updates came on top of "
-                "what was planned; ask for that much less",
-                self._name,
-                readable(memory.peak_bytes),
-                readable(budget.num_bytes),
-            )
-        return memory
-
-    def _replicas_of(self, options: DataParallel) -> Replicas | ImaginedReplicas:
-        said = self.options
-        if said.dry_run is not None:
-            return ImaginedReplicas(said.dry_run, options, said.bucket_mb, said.cross_iteration)
-        if self._replicas is None:
-            self._replicas = Replicas(
-                options,
-                self._function,
-                said.bucket_mb,
-                said.cross_iteration,
-                said.agreement_timeout_s,
-                {
-                    "memory_budget": None if said.memory_budget is None else str(said.memory_budget),
-                    "chunk_loss": said.chunk_loss,
-                    "lower": said.lower,
-                    "cuda_graphs": said.cuda_graphs,
-                    "passes": str(said.pipeline),
-                    "max_iters": said.max_iters,
-                    "verify": said.verify,
-                },
-            )
-        return self._replicas
+    @property
+    def _world(self) -> int:
+        """How many ranks the step is planned for."""
+        if self.options.dry_run is not None:
+            return self.options.dry_run.world
+        return 1 if self._replicas is None else self._replicas.ranks.world
 
     def _peers(self, chosen: Specialization) -> differential.Peers | None:
         """The other ranks of a call that is verified; None on one rank."""
-        if self._replicas is None or chosen.plan is None:
+        if self._replicas is None or chosen.plan.communication is None:
             return None
-        return self._replicas.peers(chosen.capture, chosen.plan, self._num_attempts)
+        return self._replicas.peers(chosen.capture, chosen.plan.communication, self._num_attempts)
 
     def _capture(self, call: Call, zero_gradients: frozenset[str]) -> Capture:
         """Capture with a symbolic batch where that is wanted and possible, with the sizes as they are otherwise."""
@@ -588,8 +457,8 @@ class StepRunner:
         else:
             self._reasons.append(reason)
             logger.warning("recompiled %s%s in %.1f s because %s", self._name, dynamic, seconds, reason)
-        if fresh.memory_plan is not None:
-            logger.info("%s: %s", self._name, fresh.memory_plan)
+        if fresh.plan.memory is not None:
+            logger.info("%s: %s", self._name, fresh.plan.memory)
         if len(self._reasons) == self.options.recompile_warning:
             logger.warning(
                 "%s has been recompiled %d times; the last reason was: %s. Values that change from call to call should "

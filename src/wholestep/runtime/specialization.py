@@ -11,10 +11,10 @@ import torch
 from wholestep import _recording_torch, _torch, _waiting_torch
 from wholestep.capture import Capture
 from wholestep.capture.record import Broken, Difference, Filling, OtherOutcome, ReadGuard, Watch
-from wholestep.comm.plan import DataParallelPlan
+from wholestep.compiler import Plan
 from wholestep.errors import CaptureError
 from wholestep.graph import StepGraph
-from wholestep.remat import RematPlan, Survey
+from wholestep.remat import Survey
 from wholestep.runtime.guards import Call, Check, make_guards
 from wholestep.runtime.measured import Measured
 from wholestep.runtime.owner_guards import found_type, tensor_type
@@ -26,9 +26,9 @@ from wholestep.runtime.rotation import Rotation
 class Specialization:
     """One graph of a step, for one kind of call.
 
-    `check` says why a call does not fit; `run` executes one step. `plan` says how gradients travel, None on one rank;
-    `memory_plan` what is kept for the backward, None if everything is; `survey` knows what it was chosen from;
-    `measured` is what was measured of its runs; `part` is what all ranks have to do alike in each, None on one rank.
+    `check` says why a call does not fit; `run` executes one step. `plan` is all that was decided about it, `survey`
+    knows what its memory plan was chosen from, `measured` is what was measured of its runs, `part` what all ranks have
+    to do alike in each, None on one rank.
     """
 
     def __init__(
@@ -36,15 +36,13 @@ class Specialization:
         capture: Capture,
         rotation: Rotation,
         call: Call,
-        plan: DataParallelPlan | None,
-        memory_plan: RematPlan | None = None,
+        plan: Plan,
         survey: Survey | None = None,
         part: Part | None = None,
     ) -> None:
         self.capture = capture
         self.rotation = rotation
         self.plan = plan
-        self.memory_plan = memory_plan
         self.survey = survey
         self.part = part
         self.measured = Measured()

@@ -26,8 +26,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from wholestep import _strict_json as strict_json
 from wholestep.errors import SimulationError
-from wholestep.pipe.files import strict_json
 from wholestep.sim.costs import CostModel, Device, Wire
 from wholestep.sim.files import parsed, read_bytes, readable
 

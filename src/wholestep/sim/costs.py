@@ -17,10 +17,10 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from wholestep import _strict_json as strict_json
 from wholestep._output import write_output
 from wholestep.cost import DeviceModel, Link
 from wholestep.errors import SimulationError, WholestepError
-from wholestep.pipe.files import strict_json
 from wholestep.sim.files import number, parsed, read_bytes, readable
 
 FORMAT = "wholestep-cost-model"

@@ -26,6 +26,7 @@ from wholestep.comm import FillBuckets, reducible_gradients
 from wholestep.comm.facts import gather_facts
 from wholestep.comm.overlap import own_nodes
 from wholestep.comm.plan import DataParallelPlan, Facts
+from wholestep.compiler import communication_passes
 from wholestep.cost import DeviceModel, Link, estimated_times, profile_memory
 from wholestep.errors import SimulationError
 from wholestep.graph import Phase, SlotKind, StepGraph
@@ -39,11 +40,9 @@ from wholestep.pipe.balance import Profile, balance, profile
 from wholestep.pipe.placement import find_anchors, forward_calls
 from wholestep.pipe.schedule import Schedule
 from wholestep.remat import StepBudget, fit_step
-from wholestep.runtime.data_parallel import plan_passes
 from wholestep.sim.cluster import Cluster
 from wholestep.sim.jobs import Crossing, DataParallelJob, PipelineJob, StageLoad
 
-_GROUP = "imagined"
 _SAMPLE_BYTES = 2**26
 _ANY_LINK = Link(1.0, 1.0)
 PeakOf = Callable[[DataParallelPlan], int]
@@ -206,7 +205,7 @@ def gather_step(
 
 def data_parallel_peak(graph: StepGraph, plan: DataParallelPlan) -> int:
     """The peak of the loop that a plan makes of a functional step graph."""
-    rewritten = run_passes(graph.copy(), plan_passes(plan, _GROUP))
+    rewritten = run_passes(graph.copy(), communication_passes(plan))
     main = derive(rewritten, LoopKind.MAIN) if plan.moved else rewritten
     return profile_memory(run_passes(main, Pipeline((Reinplace(), FillBuckets())))).peak_bytes
 

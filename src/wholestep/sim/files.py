@@ -7,8 +7,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
 
-from wholestep.errors import SimulationError, StageFileError
-from wholestep.pipe.files import strict_json
+from wholestep import _strict_json as strict_json
+from wholestep.errors import SimulationError
 
 T = TypeVar("T")
 
@@ -35,15 +35,13 @@ def parsed(data: bytes, what: str, kind: str, version: int, make: Callable[[dict
     """
     if len(data) > MAX_BYTES:
         raise SimulationError(f"{what} has more than {MAX_BYTES} bytes")
-    try:
+    with strict_json.refused_as(SimulationError):
         found = strict_json.parse(data, what)
         if found.get("format") != kind:
             raise SimulationError(f"{what} is no {kind} file: its 'format' is not '{kind}'")
         if strict_json.integer(found.get("version"), f"version of {what}") != version:
             raise SimulationError(f"{what} has version {found['version']}; this release reads {version}")
         return make({key: value for key, value in found.items() if key not in ("format", "version")})
-    except StageFileError as error:
-        raise SimulationError(str(error)) from error
 
 
 def number(value: Any, what: str, *, least: float = 0.0, most: float = 1e15, above: bool = False) -> float:

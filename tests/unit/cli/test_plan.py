@@ -19,7 +19,7 @@ from torch import nn
 import wholestep
 from wholestep.cli import main
 from wholestep.cli.options import add_dry_run_options, add_step_options, add_target, planned
-from wholestep.cli.plan_file import load_plan
+from wholestep.compiler import Plan
 from wholestep.cost import Link, profile_memory
 from wholestep.errors import GuardError
 
@@ -45,6 +45,11 @@ def printed_plan(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[st
     return json.loads(capsys.readouterr().out)["plan"]
 
 
+def figures(plan: dict[str, Any]) -> dict[str, Any]:
+    """What a plan predicts."""
+    return plan["predictions"]
+
+
 def real_step(script: Path) -> tuple[Any, ...]:
     """The step of the file with weights."""
     namespace: dict[str, Any] = {"__name__": "script"}
@@ -58,29 +63,33 @@ def test_a_plan_has_the_figures_of_the_real_step(script: Path, plain: dict[str, 
     compiled = wholestep.compile(step)
     compiled(*args)
     parameters = sum(p.numel() for p in args[0].parameters())
-    assert plan["size"]["num_parameters"] == plan["size"]["num_trainable"] == parameters
-    assert plan["size"]["parameter_bytes"] == 4 * parameters
-    assert plan["size"]["state_bytes"] == 8 * parameters + 4 * len(list(args[0].parameters()))
-    assert plan["memory"]["unlimited_peak_bytes"] == profile_memory(compiled.graph).peak_bytes
-    assert plan["memory"]["peak_bytes"] == plan["memory"]["unlimited_peak_bytes"]
+    assert figures(plan)["size"]["num_parameters"] == figures(plan)["size"]["num_trainable"] == parameters
+    assert figures(plan)["size"]["parameter_bytes"] == 4 * parameters
+    assert figures(plan)["size"]["state_bytes"] == 8 * parameters + 4 * len(list(args[0].parameters()))
+    assert figures(plan)["memory"]["unlimited_peak_bytes"] == profile_memory(compiled.graph).peak_bytes
+    assert figures(plan)["memory"]["peak_bytes"] == figures(plan)["memory"]["unlimited_peak_bytes"]
     # Matrix products of the forward, and twice as many in the backward, but for the gradient of the batch.
     products = [2 * 32 * module.weight.numel() for module in args[0].modules() if isinstance(module, nn.Linear)]
-    assert plan["phases"]["forward"]["flops"] == sum(products)
-    assert plan["phases"]["backward"]["flops"] == 2 * sum(products) - products[0]
+    assert figures(plan)["phases"]["forward"]["flops"] == sum(products)
+    assert figures(plan)["phases"]["backward"]["flops"] == 2 * sum(products) - products[0]
     assert plan["communication"] is None
-    assert plan["step_us"] == pytest.approx(sum(phase["time_us"] for phase in plan["phases"].values()))
+    assert figures(plan)["step_us"] == pytest.approx(
+        sum(phase["time_us"] for phase in figures(plan)["phases"].values())
+    )
 
 
 def test_a_budget_is_kept_or_refused_with_the_smallest(
     script: Path, plain: dict[str, Any], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    smallest, most = plain["memory"]["smallest_peak_bytes"], plain["memory"]["unlimited_peak_bytes"]
+    memory = figures(plain)["memory"]
+    smallest, most = memory["smallest_peak_bytes"], memory["unlimited_peak_bytes"]
     assert smallest < most
     budget = (smallest + most) // 2
     kept = printed_plan(capsys, f"{script}:make_step", "--memory-budget", str(budget))
-    assert smallest <= kept["memory"]["peak_bytes"] <= budget
-    assert (kept["memory"]["unlimited_peak_bytes"], kept["memory"]["smallest_peak_bytes"]) == (most, smallest)
-    assert kept["remat"]["repeated"]
+    memory = figures(kept)["memory"]
+    assert smallest <= memory["peak_bytes"] <= budget
+    assert (memory["unlimited_peak_bytes"], memory["smallest_peak_bytes"]) == (most, smallest)
+    assert kept["memory"]["repeated"]
     assert main(["plan", f"{script}:make_step", "--memory-budget", str(smallest - 1)]) == 1
     error = capsys.readouterr().err.splitlines()[-1]
     assert error.startswith(f"wholestep: memory_budget={smallest - 1}B cannot be kept")
@@ -93,9 +102,9 @@ def test_ranks_and_a_link_that_are_not_there(script: Path, capsys: pytest.Captur
     for plan in (slow, fast):
         travel = plan["communication"]
         assert travel["world"] == 64
-        assert sum(bucket["num_bytes"] for bucket in travel["buckets"]) == plan["size"]["parameter_bytes"]
-        assert plan["step_us"] == pytest.approx(
-            sum(phase["time_us"] for phase in plan["phases"].values()) + travel["exposed_us"]
+        assert sum(bucket["num_bytes"] for bucket in travel["buckets"]) == figures(plan)["size"]["parameter_bytes"]
+        assert figures(plan)["step_us"] == pytest.approx(
+            sum(phase["time_us"] for phase in figures(plan)["phases"].values()) + travel["exposed_us"]
         )
     assert slow["communication"]["exposed_us"] > 100 * fast["communication"]["exposed_us"]
     # A ring: 2 (n - 1) messages of an n-th of the bytes.
@@ -117,14 +126,14 @@ def test_updates_that_may_not_move_are_waited_for(script: Path, capsys: pytest.C
 
 def test_a_compiled_step_keeps_its_options(script: Path, capsys: pytest.CaptureFixture[str]) -> None:
     own = printed_plan(capsys, f"{script}:make_compiled")
-    assert own["remat"]["budget"] == "0"
-    assert own["memory"]["peak_bytes"] == own["memory"]["smallest_peak_bytes"]
+    assert own["memory"]["budget"] == "0"
+    assert figures(own)["memory"]["peak_bytes"] == figures(own)["memory"]["smallest_peak_bytes"]
     other = printed_plan(capsys, f"{script}:make_compiled", "--memory-budget", "1.0")
-    assert other["memory"]["peak_bytes"] == own["memory"]["unlimited_peak_bytes"]
+    assert figures(other)["memory"]["peak_bytes"] == figures(own)["memory"]["unlimited_peak_bytes"]
 
 
 def test_keyword_arguments_work(script: Path, plain: dict[str, Any], capsys: pytest.CaptureFixture[str]) -> None:
-    assert printed_plan(capsys, f"{script}:make_with_kwargs")["memory"] == plain["memory"]
+    assert figures(printed_plan(capsys, f"{script}:make_with_kwargs"))["memory"] == figures(plain)["memory"]
 
 
 def test_a_saved_plan_is_explained_as_it_was_printed(
@@ -142,13 +151,13 @@ def test_a_saved_plan_is_explained_as_it_was_printed(
     assert capsys.readouterr().out == printed.out
     assert main(["explain", str(saved), "--json"]) == 0
     assert capsys.readouterr().out == saved.read_text(encoding="ascii")
-    assert load_plan(saved).source == f"{script}:make_step"
+    assert Plan.load(saved).made_for.source == f"{script}:make_step"
 
 
 def test_lowered_steps_are_planned_without_compiling(script: Path, capsys: pytest.CaptureFixture[str]) -> None:
     lowered = printed_plan(capsys, f"{script}:make_step", "--lower", "inductor")
-    assert lowered["memory"]["smallest_peak_bytes"] is None
-    assert any(text.startswith("lower") for text in lowered["passes"])
+    assert figures(lowered)["memory"]["smallest_peak_bytes"] is None
+    assert "lower" in [choice["stage"] for choice in lowered["loop"]]
     assert main(["explain", f"{script}:make_step", "--lower", "inductor", "--no-weights"]) == 0
     assert "planned, not compiled" in capsys.readouterr().out
 
@@ -159,7 +168,7 @@ def test_explain_of_a_step_that_runs_and_of_one_that_does_not(script: Path, caps
         assert main(["explain", f"{script}:make_step", *further]) == 0
         texts.append(capsys.readouterr().out)
         assert main(["explain", f"{script}:make_step", *further, "--json"]) == 0
-        assert json.loads(capsys.readouterr().out)["plan"]["step"] == "train_step"
+        assert json.loads(capsys.readouterr().out)["plan"]["made_for"]["step"] == "train_step"
     real, blank = ([line for line in text.splitlines() if "Peak memory" in line] for text in texts)
     assert real == blank
     assert real
@@ -181,13 +190,16 @@ def test_devices_come_from_files(script: Path, tmp_path: Path, capsys: pytest.Ca
     file = tmp_path / "costs.json"
     file.write_text(json.dumps(one), encoding="utf-8")
     plan = printed_plan(capsys, f"{script}:make_step", "--device", str(file))
-    assert plan["device"]["name"] == "snail"
-    assert plan["step_us"] >= sum(phase["flops"] for phase in plan["phases"].values()) / 1e3
+    assert figures(plan)["device"]["name"] == "snail"
+    assert figures(plan)["step_us"] >= sum(phase["flops"] for phase in figures(plan)["phases"].values()) / 1e3
     one["devices"]["hare"] = {**figures, "flops_per_us": 1e6}
     file.write_text(json.dumps(one), encoding="utf-8")
     assert main(["plan", f"{script}:make_step", "--device", str(file)]) == 2
     assert "has the devices snail, hare; name one" in capsys.readouterr().err
-    assert printed_plan(capsys, f"{script}:make_step", "--device", f"{file}:hare")["device"]["flops_per_us"] == 1e6
+    assert (
+        printed_plan(capsys, f"{script}:make_step", "--device", f"{file}:hare")["predictions"]["device"]["flops_per_us"]
+        == 1e6
+    )
 
 
 @pytest.mark.parametrize(
@@ -249,10 +261,10 @@ def test_the_example_in_small(capsys: pytest.CaptureFixture[str]) -> None:
         capsys, f"{EXAMPLE}:make_small_step", "--memory-budget", "0.3", "--world-size", "64", "--link", "25gbit"
     )
     embedding, layer = 32000 * 4096, 4 * 4096**2 + 3 * 4096 * 11008 + 2 * 4096
-    assert plan["size"]["num_parameters"] == 2 * embedding + 2 * layer + 4096
-    assert plan["size"]["parameter_bytes"] == 2 * plan["size"]["num_parameters"]
-    assert plan["memory"]["smallest_peak_bytes"] < plan["memory"]["peak_bytes"]
-    assert plan["memory"]["peak_bytes"] < plan["memory"]["unlimited_peak_bytes"]
+    assert figures(plan)["size"]["num_parameters"] == 2 * embedding + 2 * layer + 4096
+    assert figures(plan)["size"]["parameter_bytes"] == 2 * figures(plan)["size"]["num_parameters"]
+    assert figures(plan)["memory"]["smallest_peak_bytes"] < figures(plan)["memory"]["peak_bytes"]
+    assert figures(plan)["memory"]["peak_bytes"] < figures(plan)["memory"]["unlimited_peak_bytes"]
     assert torch.get_default_dtype() is torch.float32
 
 
@@ -271,4 +283,6 @@ def test_seven_billion_parameters_within_eight_gigabytes(tmp_path: Path) -> None
     result = json.loads(done.stdout.splitlines()[-1])
     assert result["code"] == 0
     assert result["peak_kib"] < 8 * 2**20
-    assert load_plan(saved).size.num_parameters == 6_738_415_616
+    plan = Plan.load(saved).predictions
+    assert plan is not None
+    assert plan.size.num_parameters == 6_738_415_616

@@ -110,8 +110,8 @@ def test_tied_weights_and_several_groups(optimizer: str) -> None:
 def test_a_budget_plans_for_fused_ops() -> None:
     case = mlp.make_case("deep", mlp.MLPConfig(hidden_layers=6))
     step = trained(case, "sgd_plain", memory_budget=0.0, batch_sizes=(512,))
-    assert step.memory_plan is not None
-    assert step.memory_plan.peak_bytes < step.memory_plan.unlimited_peak_bytes
+    assert step.plan.memory is not None
+    assert step.plan.memory.peak_bytes < step.plan.memory.unlimited_peak_bytes
 
 
 @pytest.mark.usefixtures("_without_inductor")

@@ -314,9 +314,9 @@ def test_a_plan_comes_behind_the_chunks() -> None:
     peaks = {}
     for chunks in (None, "auto"):
         step, call = trained(case_of(**WIDE, dropout=0.0), 16, chunk_loss=chunks, memory_budget=0.0)
-        assert step.memory_plan is not None
+        assert step.plan.memory is not None
         peaks[chunks] = measure_peak(step, *call).peak_bytes
-        assert peaks[chunks] == pytest.approx(step.memory_plan.peak_bytes, rel=0.02)
+        assert peaks[chunks] == pytest.approx(step.plan.memory.peak_bytes, rel=0.02)
     assert peaks["auto"] < 0.2 * peaks[None]
 
 

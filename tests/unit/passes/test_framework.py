@@ -350,7 +350,7 @@ def test_captures_do_not_write_over_each_other(tmp_path: Path, monkeypatch: pyte
     assert [(folder / "step.py").read_text() for folder in folders[:2]] == texts
     assert texts[0] != texts[1]
     loop = {name: (folders[2] / f"{name}.py").read_text() for name in ("setup", "main", "cleanup", "flush")}
-    assert loop == {name: str(graph) for name, graph in vars(second.iteration).items()}
+    assert loop == {name: str(graph) for name, graph in second.iteration.by_name().items()}
 
 
 def test_a_dump_folder_that_cannot_be_made(tmp_path: Path) -> None:

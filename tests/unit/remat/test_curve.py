@@ -65,7 +65,7 @@ def test_a_planned_curve_falls_from_the_smallest_peak_to_no_limit(problem: Probl
 
 
 def test_a_study_is_of_the_plan_that_runs(step: Any) -> None:
-    study, plan = step.memory_study, step.memory_plan
+    study, plan = step.memory_study, step.plan.memory
     assert study.plan == plan
     assert study.after == profile_memory(step.graph)
     assert study.before.peak_bytes == plan.unlimited_peak_bytes
@@ -79,14 +79,14 @@ def test_a_study_is_of_the_plan_that_runs(step: Any) -> None:
 
 
 def test_the_curve_has_the_ends_the_plan_and_points_between(step: Any) -> None:
-    curve, plan = step.memory_study.curve, step.memory_plan
+    curve, plan = step.memory_study.curve, step.plan.memory
     assert len(curve.points) >= 6
     assert curve.points == best_points(curve.points)
     assert curve.points[-1] == CurvePoint(plan.unlimited_peak_bytes, 0.0)
     assert curve.points[0].peak_bytes < curve.chosen.peak_bytes
     assert curve.chosen in curve.points or curve.chosen not in best_points([*curve.points, curve.chosen])
     middle = curve.points[len(curve.points) // 2]
-    again = compiled(memory_budget=middle.peak_bytes).memory_plan
+    again = compiled(memory_budget=middle.peak_bytes).plan.memory
     assert again.peak_bytes <= middle.peak_bytes
     assert again.repeated_share <= 1.05 * middle.repeated_share
 
@@ -99,7 +99,7 @@ def test_other_steps_have_a_study_too(options: dict[str, Any], has_limit: bool) 
     step = compiled(zoo.get("mlp"), **options)
     study = step.memory_study
     assert (study.budget_bytes is not None) == has_limit
-    assert study.plan == step.memory_plan
+    assert study.plan == step.plan.memory
     assert study.curve.chosen.peak_bytes == study.after.peak_bytes
 
 

@@ -60,7 +60,7 @@ def gpt_step(budget: Any, steps: int = 1) -> tuple[Any, RematPlan]:
     step = assert_parity(zoo.get("gpt"), "adamw_fused", steps=steps, batch_sizes=[BATCH], compile_options=options)
     assert step.num_captures == 1
     step.graph.verify()
-    plan = step.memory_plan
+    plan = step.plan.memory
     assert plan.peak_bytes == profile_memory(step.graph).peak_bytes
     again = {node.meta["again"] for node in step.graph.calls() if "again" in node.meta}
     assert {op.name for op in plan.repeated} <= again  # the graph does what the plan says
@@ -201,11 +201,11 @@ def test_checkpoint_policies_have_been_heard_before() -> None:
         model = UnderPolicy(policy)
         step = wholestep.compile(train_step, memory_budget={"inner": share})
         step(model, torch.optim.SGD(model.parameters(), lr=0.1), torch.randn(64, 8))
-        assert step.memory_plan is not None
-        repeated = {op.module for op in step.memory_plan.repeated}
+        assert step.plan.memory is not None
+        repeated = {op.module for op in step.plan.memory.repeated}
         assert "inner.1" not in repeated
         assert "inner.3" in repeated
-        assert "inner.1" in {value.module for value in step.memory_plan.kept}
+        assert "inner.1" in {value.module for value in step.plan.memory.kept}
 
 
 def bounded(names: list[str], written: Written) -> dict[str, tuple[str, str]]:

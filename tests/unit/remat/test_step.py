@@ -51,8 +51,8 @@ def test_every_step_is_eagers(name: str, share: float) -> None:
         zoo.get(name), "adamw_fused", steps=3, batch_sizes=[BATCH], compile_options={"memory_budget": share}
     )
     assert step.num_captures == 1
-    assert step.memory_plan.repeated
-    assert step.memory_plan.peak_bytes < step.memory_plan.unlimited_peak_bytes
+    assert step.plan.memory.repeated
+    assert step.plan.memory.peak_bytes < step.plan.memory.unlimited_peak_bytes
     step.graph.verify()
 
 
@@ -71,7 +71,7 @@ def test_the_measured_peak_is_the_predicted_one_and_falls_with_the_budget(name: 
     peaks: list[int] = []
     for share in (1.0, 0.6, 0.3, 0.0):
         measured, step = peak_of(zoo.get(name), memory_budget=share)
-        predicted = step.memory_plan.peak_bytes
+        predicted = step.plan.memory.peak_bytes
         assert predicted == profile_memory(step.graph).peak_bytes
         assert measured == pytest.approx(predicted, rel=0.02)
         peaks.append(measured)
@@ -85,9 +85,9 @@ def test_a_budget_in_bytes_is_kept(name: str) -> None:
     budget = int(0.8 * unlimited)
     measured, step = peak_of(zoo.get(name), memory_budget=budget)
     assert measured <= budget
-    assert step.memory_plan.peak_bytes <= budget
-    assert step.memory_plan.peak_bytes >= 0.9 * budget  # what is allowed is used
-    assert str(Budget.of(budget)) == step.memory_plan.budget
+    assert step.plan.memory.peak_bytes <= budget
+    assert step.plan.memory.peak_bytes >= 0.9 * budget  # what is allowed is used
+    assert str(Budget.of(budget)) == step.plan.memory.budget
 
 
 def test_an_impossible_budget_names_the_smallest_possible_one() -> None:
@@ -166,8 +166,8 @@ def test_checkpoint_regions_run_again_and_need_no_more_memory_than_in_eager(use_
     eager, _ = peak_of(zoo.get(name))
     ours, step = peak_of(zoo.get(name), dynamic_batch=False)
     assert ours <= 1.01 * eager
-    assert step.memory_plan is not None
-    assert step.memory_plan.repeated_share <= 1.05
+    assert step.plan.memory is not None
+    assert step.plan.memory.repeated_share <= 1.05
     plain, _ = peak_of(zoo.get("gpt"), dynamic_batch=False)
     assert ours < plain
 
@@ -185,14 +185,14 @@ def test_the_border_of_two_checkpoint_regions_is_kept() -> None:
     step = wholestep.compile(_plain_step)
     model = Two()
     step(model, torch.optim.SGD(model.parameters(), lr=0.1), torch.randn(4, 8))
-    assert step.memory_plan is not None
-    kept = {value.module for value in step.memory_plan.kept}
+    assert step.plan.memory is not None
+    kept = {value.module for value in step.plan.memory.kept}
     assert "first.2" in kept
     assert not {"first.0", "first.1", "second.0", "second.1"} & kept
-    repeated = [op.module for op in step.memory_plan.repeated]
+    repeated = [op.module for op in step.plan.memory.repeated]
     assert {"first.0", "first.1", "second.0", "second.1"} <= set(repeated)
     assert "first.2" not in repeated
-    assert all(op.times == 1 for op in step.memory_plan.repeated)
+    assert all(op.times == 1 for op in step.plan.memory.repeated)
 
 
 def test_selective_checkpoint_policies() -> None:
@@ -212,8 +212,8 @@ def test_selective_checkpoint_policies() -> None:
         step = wholestep.compile(_plain_step, memory_budget=budget)
         loss = step(model, torch.optim.SGD(model.parameters(), lr=0.1), batch)
         assert torch.equal(loss, _plain_step(reference, torch.optim.SGD(reference.parameters(), lr=0.1), batch))
-        assert step.memory_plan is not None
-        repeated = {op.module for op in step.memory_plan.repeated}
+        assert step.plan.memory is not None
+        repeated = {op.module for op in step.plan.memory.repeated}
         assert "inner.1" not in repeated
         if budget is None:
             assert not {"inner.0", "inner.3"} & repeated  # kept as preferred, and nobody needs what it is made from
@@ -238,7 +238,7 @@ def test_gradient_accumulation_within_a_budget() -> None:
     step = assert_parity(
         case, "adamw", train_step=accumulating, steps=3, batch_sizes=[32], compile_options={"memory_budget": 0.3}
     )
-    assert step.memory_plan.peak_bytes < 0.8 * step.memory_plan.unlimited_peak_bytes
+    assert step.plan.memory.peak_bytes < 0.8 * step.plan.memory.unlimited_peak_bytes
 
 
 def test_a_dynamic_batch_within_a_budget() -> None:
@@ -250,13 +250,13 @@ def test_a_dynamic_batch_within_a_budget() -> None:
         compile_options={"memory_budget": 0.4, "dynamic_batch": True},
     )
     assert step.num_captures == 1
-    assert step.memory_plan.repeated
+    assert step.plan.memory.repeated
 
 
 def test_a_step_explains_its_memory() -> None:
     _, step = peak_of(zoo.get("gpt"), memory_budget=0.3)
     text = step.explain()
-    assert f"Memory budget 0.3: peak {readable(step.memory_plan.peak_bytes)}" in text
+    assert f"Memory budget 0.3: peak {readable(step.plan.memory.peak_bytes)}" in text
     for line in ("ops run again", "blocks.0.expand"):
         assert line in text
     _, unlimited = peak_of(zoo.get("gpt"), dynamic_batch=False)
@@ -265,7 +265,7 @@ def test_a_step_explains_its_memory() -> None:
 
 def test_plans_are_data() -> None:
     _, step = peak_of(zoo.get("mlp"), memory_budget=0.0)
-    plan = step.memory_plan
+    plan = step.plan.memory
     described = plan.as_dict()
     assert described["peak_bytes"] == plan.peak_bytes
     assert {value["name"] for value in described["kept"]} == {value.name for value in plan.kept}

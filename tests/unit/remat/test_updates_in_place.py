@@ -33,7 +33,7 @@ def test_the_smallest_peak_is_that_of_all_gradients() -> None:
     parameter_bytes = 4 * sum(p.numel() for p in made[0].parameters())
     value_bytes = 4 * WIDTH * ROWS
     resident = 3 * parameter_bytes + value_bytes
-    plan, smallest = step.memory_plan, step.smallest_peak_bytes
+    plan, smallest = step.plan.memory, step.smallest_peak_bytes
     assert plan is not None
     assert smallest is not None
     assert plan.unlimited_peak_bytes > resident + 2 * LAYERS * value_bytes
@@ -41,5 +41,5 @@ def test_the_smallest_peak_is_that_of_all_gradients() -> None:
     assert smallest < resident + parameter_bytes + 3 * value_bytes
     bounded = wholestep.compile(train_step, memory_budget=smallest)
     bounded(*make())
-    assert bounded.memory_plan is not None
-    assert bounded.memory_plan.peak_bytes == smallest
+    assert bounded.plan.memory is not None
+    assert bounded.plan.memory.peak_bytes == smallest

@@ -255,8 +255,8 @@ def test_a_real_plan_in_pictures(step: Any) -> None:
     for scene in scenes.values():
         assert_readable(scene)
     rows, _ = module_rows(step.memory_study)
-    assert sum(row.kept_bytes for row in rows) == sum(value.num_bytes for value in step.memory_plan.kept)
-    assert sum(row.repeated_share for row in rows) == pytest.approx(step.memory_plan.repeated_share)
+    assert sum(row.kept_bytes for row in rows) == sum(value.num_bytes for value in step.plan.memory.kept)
+    assert sum(row.repeated_share for row in rows) == pytest.approx(step.plan.memory.repeated_share)
     shown = [row.name for row in rows if row.name != OUTSIDE_MODULES]
     assert shown == [name for index in range(6) for name in (f"{index}.inner", str(index)) if name in shown]
 
@@ -274,7 +274,9 @@ def test_the_page_has_the_pictures_and_the_text_does_not(step: Any) -> None:
 
 def test_what_comes_on_top_of_the_plan_is_said() -> None:
     study = study_of({"a": 1}, {"b": 0.5})
-    step: Any = SimpleNamespace(memory_plan=replace(study.plan, peak_bytes=7 * MIB), memory_study=study)
+    step: Any = SimpleNamespace(
+        plan=SimpleNamespace(memory=replace(study.plan, peak_bytes=7 * MIB)), memory_study=study
+    )
     [section] = memory_sections(step, pictures=True)
     assert any("come on top of what is drawn: 3.0 MiB" in str(block) for block in section.blocks)
 

@@ -77,7 +77,7 @@ def test_the_walk_through_the_graph_is_right(way: str, seed: object, rate: float
 @pytest.mark.parametrize("way", WAYS)
 def test_the_planner_expects_the_same(way: str) -> None:
     step = planned(way)
-    plan, found = step.plan, predicted_timeline(step)
+    plan, found = step.plan.communication, predicted_timeline(step)
     assert plan is not None
     assert found.step_us == pytest.approx(plan.predicted_us, rel=0.05)
     assert len(found.travels) == len(plan.buckets)
@@ -136,7 +136,7 @@ def test_a_plain_step_has_one_row() -> None:
 
 def test_boxes_of_the_picture_lead_to_rows_of_the_table() -> None:
     page = step_report(planned("auto")).to_html()
-    plan = planned("auto").plan
+    plan = planned("auto").plan.communication
     assert plan is not None
     rows = re.findall(r'<tr id="(bucket-\d+)">', page)
     assert rows == [f"bucket-{index}" for index in range(len(plan.buckets))]

@@ -19,10 +19,10 @@ import torch
 from torch import fx, nn
 
 from wholestep import _torch
+from wholestep._strict_json import array, fields, integer, integers, mapping, one_of, refused_as, shown, string, strings
 from wholestep.errors import StageFileError
 from wholestep.graph import Phase, Replay, Slot, SlotKind, StepGraph, rng_state
 from wholestep.pipe.files.operators import check_arguments, find_operator, operator_name
-from wholestep.pipe.files.strict_json import array, fields, integer, integers, mapping, one_of, shown, string, strings
 from wholestep.pipe.files.values import ValueReader, ValueWriter
 
 _TEXTS = ("fqn", "source", "checkpoint_policy")
@@ -98,6 +98,7 @@ def _write_call(node: fx.Node, values: ValueWriter, namespaces: Collection[str])
     }
 
 
+@refused_as(StageFileError)
 def read_graph(found: Any, values: ValueReader, mode: _torch.FakeTensorMode, namespaces: Collection[str]) -> StepGraph:
     """The graph that `write_graph` wrote, verified; raises `StageFileError` or `GraphError` for anything else."""
     entries = fields(found, "a graph", ("inputs", "calls", "outputs", "updates", "results"))

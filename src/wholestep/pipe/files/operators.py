@@ -15,9 +15,9 @@ import torch
 from torch import fx
 
 from wholestep import _torch
+from wholestep._strict_json import shown
 from wholestep.errors import StageFileError
 from wholestep.graph import rng_state
-from wholestep.pipe.files.strict_json import shown
 
 _NAMESPACES = frozenset({"aten", "prims", "wholestep"})
 _NAME = re.compile(r"([A-Za-z_]\w*)\.([A-Za-z_]\w*)\.((?!__)[A-Za-z_]\w*)", re.ASCII)

@@ -22,8 +22,7 @@ from typing import Any, BinaryIO
 
 import torch
 
-from wholestep.errors import StageFileError
-from wholestep.pipe.files.strict_json import (
+from wholestep._strict_json import (
     array,
     dump,
     fields,
@@ -32,10 +31,12 @@ from wholestep.pipe.files.strict_json import (
     mapping,
     one_of,
     parse,
+    refused_as,
     shown,
     string,
     text,
 )
+from wholestep.errors import StageFileError
 
 _DTYPES = {
     "BOOL": torch.bool,
@@ -108,6 +109,7 @@ def write_tensors(path: Path, tensors: Mapping[str, torch.Tensor], metadata: Map
         os.fsync(file.fileno())
 
 
+@refused_as(StageFileError)
 def read_tensors(path: Path) -> tuple[dict[str, str], dict[str, torch.Tensor]]:
     """Metadata and tensors of a file, in main memory; raises `StageFileError` unless it is exactly what it says."""
     _refuse_big_endian()

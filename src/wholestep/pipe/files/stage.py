@@ -19,6 +19,7 @@ from pathlib import Path
 
 import torch
 
+from wholestep._strict_json import shown
 from wholestep.errors import StageFileError, WholestepError
 from wholestep.pipe.cut import Stage
 from wholestep.pipe.files.safetensors import CHECKSUM, read_tensors, write_tensors
@@ -30,7 +31,6 @@ from wholestep.pipe.files.stage_json import (
     stage_to_json,
     weight_names,
 )
-from wholestep.pipe.files.strict_json import shown
 
 _WEIGHTS_NAME = "weights.safetensors"
 _MAX_STAGE_BYTES = 2**30

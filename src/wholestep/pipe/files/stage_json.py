@@ -17,12 +17,7 @@ from typing import Any
 import torch
 
 from wholestep import _torch
-from wholestep.capture.layouts import new_fake_mode
-from wholestep.errors import StageFileError
-from wholestep.graph import Slot, SlotKind, StepGraph
-from wholestep.pipe.cut import Program, Stage
-from wholestep.pipe.files.graphs import read_graph, write_graph
-from wholestep.pipe.files.strict_json import (
+from wholestep._strict_json import (
     array,
     dump,
     fields,
@@ -31,10 +26,16 @@ from wholestep.pipe.files.strict_json import (
     integers,
     mapping,
     parse,
+    refused_as,
     shown,
     string,
     strings,
 )
+from wholestep.capture.layouts import new_fake_mode
+from wholestep.errors import StageFileError
+from wholestep.graph import Slot, SlotKind, StepGraph
+from wholestep.pipe.cut import Program, Stage
+from wholestep.pipe.files.graphs import read_graph, write_graph
 from wholestep.pipe.files.values import ValueReader, ValueWriter
 from wholestep.pipe.schedule import MAX_STAGES, Kind
 
@@ -132,6 +133,7 @@ def _write_weight(values: ValueWriter, tensor: torch.Tensor, name: str) -> dict[
     }
 
 
+@refused_as(StageFileError)
 def stage_from_json(data: bytes, device: torch.device | None = None, namespaces: Collection[str] = ()) -> StageFile:
     """Read what `stage_to_json` wrote."""
     document = parse(data, STAGE_NAME)

@@ -21,8 +21,7 @@ import torch
 from torch import fx
 
 from wholestep import _torch
-from wholestep.errors import StageFileError
-from wholestep.pipe.files.strict_json import (
+from wholestep._strict_json import (
     array,
     fields,
     integer,
@@ -32,6 +31,7 @@ from wholestep.pipe.files.strict_json import (
     shown,
     string,
 )
+from wholestep.errors import StageFileError
 
 _DTYPES = {str(value).removeprefix("torch."): value for value in vars(torch).values() if isinstance(value, torch.dtype)}
 _LAYOUTS = {"strided": torch.strided}

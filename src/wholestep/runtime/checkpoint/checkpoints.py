@@ -13,8 +13,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
+from wholestep._strict_json import shown
 from wholestep.errors import CheckpointError
-from wholestep.pipe.files.strict_json import shown
 from wholestep.runtime.checkpoint import folder as folders
 from wholestep.runtime.checkpoint.lock import FolderLock, lock
 from wholestep.runtime.checkpoint.randomness import random_state, set_random_state, try_random_state

@@ -27,8 +27,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from wholestep.errors import CheckpointError, StageFileError
-from wholestep.pipe.files import strict_json
+from wholestep import _strict_json as strict_json
+from wholestep.errors import CheckpointError
 
 MANIFEST = "manifest.json"
 _FORMAT = 1
@@ -140,7 +140,7 @@ def read_manifest(path: Path) -> Manifest:
         raise CheckpointError("it has no manifest") from error
     except OSError as error:
         raise CheckpointError(f"its manifest cannot be read: {error}") from error
-    except StageFileError as error:
+    except strict_json.FileError as error:
         raise CheckpointError(f"its manifest is damaged: {error}") from error
 
 

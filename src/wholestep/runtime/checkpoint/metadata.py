@@ -18,8 +18,8 @@ from typing import Any, ClassVar, TypeGuard, cast
 
 import torch
 
+from wholestep._strict_json import shown
 from wholestep.errors import CheckpointError
-from wholestep.pipe.files.strict_json import shown
 from wholestep.runtime.checkpoint.folder import is_file_name, read_regular
 
 METADATA = ".metadata"

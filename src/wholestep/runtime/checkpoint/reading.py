@@ -11,8 +11,8 @@ from typing import Any, cast
 
 import torch
 
+from wholestep._strict_json import shown
 from wholestep.errors import CheckpointError
-from wholestep.pipe.files.strict_json import shown
 from wholestep.runtime.checkpoint.metadata import Chunk, Place, Steps, Stored, StoredTensor, read_stored
 from wholestep.runtime.checkpoint.pickles import refuse_endless
 

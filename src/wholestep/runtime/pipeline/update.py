@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from wholestep.runtime.options import StepOptions
+from wholestep.compiler import StepOptions
 from wholestep.runtime.runner import StepRunner
 
 

@@ -15,6 +15,7 @@ from tests.cuts import MicroStep, micro_step, zoo_step
 from torch import Tensor, nn
 
 from wholestep import zoo
+from wholestep._strict_json import fingerprint
 from wholestep.errors import StageFileError
 from wholestep.graph import SlotKind
 from wholestep.pipe import Kind
@@ -22,7 +23,6 @@ from wholestep.pipe.cut import Stage, cut
 from wholestep.pipe.files import load_stage, save_stage, weight_names
 from wholestep.pipe.files.safetensors import read_tensors, write_tensors
 from wholestep.pipe.files.stage_json import stage_from_json, stage_to_json
-from wholestep.pipe.files.strict_json import fingerprint
 from wholestep.pipe.placement import forward_calls
 from wholestep.runtime.pipeline.draws import number_draws
 from wholestep.runtime.pipeline.programs import StageRunner

@@ -18,6 +18,7 @@ from tests.random_graphs import GraphBuilder
 from torch import Tensor, fx, nn
 
 from wholestep import _torch
+from wholestep._strict_json import dump, fingerprint, parse
 from wholestep.capture.layouts import new_fake_mode
 from wholestep.errors import WholestepError
 from wholestep.graph import Replay, Slot, SlotKind, StepGraph, rng_state
@@ -25,7 +26,6 @@ from wholestep.pipe import Kind
 from wholestep.pipe.cut import cut
 from wholestep.pipe.files.graphs import read_graph, write_graph
 from wholestep.pipe.files.stage_json import stage_from_json, stage_to_json, weight_names
-from wholestep.pipe.files.strict_json import dump, fingerprint, parse
 from wholestep.pipe.files.values import ValueReader, ValueWriter
 from wholestep.runtime.codegen import generate
 

@@ -11,43 +11,40 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from wholestep.cli.plan_file import FORMAT, from_json, load_plan, save_plan, to_json
+from wholestep._strict_json import fingerprint
 from wholestep.cli.plan_view import plan_report
-from wholestep.cli.step_plan import (
+from wholestep.comm.plan import BucketPlan, DataParallelPlan
+from wholestep.compiler import Choice, Plan
+from wholestep.compiler.made_for import MadeFor
+from wholestep.compiler.plan_file import FORMAT, from_json, load_plan, save_plan, to_json
+from wholestep.compiler.predictions import (
     DeviceFigures,
     LogitsShare,
     MemoryFigures,
     PhaseWork,
+    Predictions,
     Share,
-    StepPlan,
     StepSize,
 )
-from wholestep.comm.plan import BucketPlan, DataParallelPlan
 from wholestep.errors import PlanFileError
-from wholestep.pipe.files.strict_json import fingerprint
+from wholestep.passes import Pipeline
 from wholestep.remat import RematPlan
 from wholestep.remat.plan import KeptValue, ModuleUse, RepeatedOp
 
 NUM_EXAMPLES = 200
 NUM_SLOW_EXAMPLES = 10_000
 
-PLAN = StepPlan(
-    wholestep="0.1",
-    torch="2.13.0",
-    step="train_step",
-    source="train.py:make_step",
-    device=DeviceFigures("h200", 6e8, 4e6, 3.0, 141 * 10**9),
-    size=StepSize(7, 6, 14, 0, 56, 8),
-    phases={"forward": PhaseWork(2, 100, 5, 20, 7.5), "backward": PhaseWork(3, 200, 9, 40, 15.0)},
-    memory=MemoryFigures(
-        90,
-        100,
-        80,
-        "mm_3 (backward)",
-        (Share("parameters", 14), Share("layers.*.mlp", 40)),
-        LogitsShare(40, 60, 4, "head"),
+PLAN = Plan(
+    made_for=MadeFor("train_step", "train.py:make_step", "0.1", "2.13.0", 64, 5, "0123", "4567"),
+    rewrites=(
+        Choice("simplify", Pipeline.parse("simplify,cse{across_phases=true}"), "the same bits"),
+        Choice("memory", Pipeline.parse('remat{kept="addmm mm_1"}'), "budget 0.5"),
     ),
-    remat=RematPlan(
+    loop=(Choice("in place", Pipeline.parse("reinplace"), "where it may"),),
+    communication=DataParallelPlan(
+        64, True, (BucketPlan(("a", "b"), 12, True, "moves: late"),), "25gbit,10us", 22.5, 4.0, 24.0, 1.5, 25.0
+    ),
+    memory=RematPlan(
         "0.5",
         90,
         100,
@@ -56,11 +53,20 @@ PLAN = StepPlan(
         (RepeatedOp("gelu", "layers.0", 2, 0, 16, 0.25),),
         (ModuleUse("layers.0", "0.3", 8, 16),),
     ),
-    communication=DataParallelPlan(
-        64, True, (BucketPlan(("a", "b"), 12, True, "moves: late"),), "25gbit,10us", 22.5, 4.0, 24.0, 1.5, 25.0
+    predictions=Predictions(
+        device=DeviceFigures("h200", 6e8, 4e6, 3.0, 141 * 10**9),
+        size=StepSize(7, 6, 14, 0, 56, 8),
+        phases={"forward": PhaseWork(2, 100, 5, 20, 7.5), "backward": PhaseWork(3, 200, 9, 40, 15.0)},
+        memory=MemoryFigures(
+            90,
+            100,
+            80,
+            "mm_3 (backward)",
+            (Share("parameters", 14), Share("layers.*.mlp", 40)),
+            LogitsShare(40, 60, 4, "head"),
+        ),
+        step_us=24.0,
     ),
-    step_us=24.0,
-    passes=("simplify", 'remat{kept="addmm"}'),
 )
 
 
@@ -122,7 +128,7 @@ def test_every_key_is_needed_and_no_other_is_known(path: tuple[Any, ...]) -> Non
     owner = JSON
     for key in path[:-1]:
         owner = owner[key]
-    if not isinstance(owner, dict) or path[:-1] == ("plan", "phases"):
+    if not isinstance(owner, dict) or path[:-1] == ("plan", "predictions", "phases"):
         return
     less = copy.deepcopy(JSON)
     inner = less
@@ -144,8 +150,8 @@ def test_every_key_is_needed_and_no_other_is_known(path: tuple[Any, ...]) -> Non
         (b"[]", "is an object, not an array"),
         (b"\xff", "is no JSON"),
         (b'{"format": "x"}', "its 'format' is not 'wholestep-plan'"),
-        (json.dumps({"format": FORMAT, "version": 2}).encode(), "has version 2; this release reads 1"),
-        (json.dumps({"format": FORMAT, "version": 1}).encode(), "has no 'fingerprint'"),
+        (json.dumps({"format": FORMAT, "version": 1}).encode(), "has version 1; this release reads 2"),
+        (json.dumps({"format": FORMAT, "version": 2}).encode(), "has no 'fingerprint'"),
         (b'{"a": 1, "a": 2}', "gives a key of one object twice"),
         (b'{"a": NaN}', "has the number NaN"),
         (b'{"a": ' + b"[" * 100_000, "nests too deeply"),
@@ -159,7 +165,7 @@ def test_what_is_no_plan_is_refused(data: bytes, complaint: str) -> None:
 
 @pytest.mark.parametrize("number", [-1, -0.5, 2**63, 10**400, "1e999"])
 def test_numbers_are_finite_and_in_range(number: Any) -> None:
-    whole = changed(JSON, ("plan", "step_us"), "HERE" if number == "1e999" else number)
+    whole = changed(JSON, ("plan", "predictions", "step_us"), "HERE" if number == "1e999" else number)
     data = json.dumps(whole).replace('"HERE"', "1e999").encode()
     if number != "1e999":
         data = text_of(whole)
@@ -169,14 +175,14 @@ def test_numbers_are_finite_and_in_range(number: Any) -> None:
 
 def test_text_that_would_move_a_terminal_is_refused() -> None:
     with pytest.raises(PlanFileError, match="cannot be printed"):
-        from_json(text_of(changed(JSON, ("plan", "step"), "\x1b[2Jgone")))
+        from_json(text_of(changed(JSON, ("plan", "made_for", "step"), "\x1b[2Jgone")))
 
 
 def test_a_file_that_is_not_there_or_too_large(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(PlanFileError, match="cannot be read"):
         load_plan(tmp_path / "none.json")
     file = save_plan(PLAN, tmp_path / "plan.json")
-    monkeypatch.setattr("wholestep.cli.plan_file.MAX_BYTES", 100)
+    monkeypatch.setattr("wholestep.compiler.plan_file.MAX_BYTES", 100)
     with pytest.raises(PlanFileError, match="more than 100 bytes"):
         load_plan(file)
 
@@ -195,7 +201,7 @@ def files(draw: st.DrawFn) -> bytes:
     if kind == "noise":
         return draw(st.binary(max_size=200))
     if kind == "json":
-        return text_of({"format": FORMAT, "version": 1, "plan": draw(VALUES)})
+        return text_of({"format": FORMAT, "version": 2, "plan": draw(VALUES)})
     if kind == "values":
         whole: Any = JSON
         for path in draw(st.lists(st.sampled_from(PLACES), min_size=1, max_size=3)):

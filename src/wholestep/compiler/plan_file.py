@@ -1,6 +1,6 @@
-"""plan.json: a `StepPlan` in a file with a version and a fingerprint.
+"""plan.json: a `Plan` in a file with a version and a fingerprint.
 
-    {"format": "wholestep-plan", "version": 1, "fingerprint": <SHA-256 of the rest>, "plan": {...}}
+    {"format": "wholestep-plan", "version": 2, "fingerprint": <SHA-256 of the rest>, "plan": {...}}
 
 Reading runs nothing: every value must have the type that the dataclasses say, keys that are missing or unknown are
 refused, text is on one line and numbers are finite and not negative. Whatever is wrong is a `PlanFileError`.
@@ -17,21 +17,22 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from wholestep.cli.step_plan import StepPlan
-from wholestep.errors import PlanFileError, StageFileError
-from wholestep.pipe.files import strict_json
+from wholestep import _strict_json as strict_json
+from wholestep.compiler.plan import Plan
+from wholestep.errors import PassError, PlanFileError
+from wholestep.passes import Pipeline
 
 FORMAT = "wholestep-plan"
-VERSION = 1
+VERSION = 2
 MAX_BYTES = 64 * 2**20
 """Of a file; the plan of a model with 32 layers has about one megabyte."""
 
 _COUNT = range(2**63)
 
 
-def to_json(plan: StepPlan) -> dict[str, Any]:
+def to_json(plan: Plan) -> dict[str, Any]:
     """The plan as a JSON object, with its fingerprint; raises `PlanFileError` if it could not be read back."""
-    body = dataclasses.asdict(plan)
+    body = _plain(plan)
     try:
         text = json.dumps(body, allow_nan=False)
     except ValueError as error:
@@ -42,7 +43,7 @@ def to_json(plan: StepPlan) -> dict[str, Any]:
     return whole
 
 
-def save_plan(plan: StepPlan, path: Path) -> Path:
+def save_plan(plan: Plan, path: Path) -> Path:
     """Write a file that `load_plan` reads, creating folders on the way."""
     text = json.dumps(to_json(plan), indent=1) + "\n"
     try:
@@ -53,7 +54,7 @@ def save_plan(plan: StepPlan, path: Path) -> Path:
     return path
 
 
-def load_plan(path: Path) -> StepPlan:
+def load_plan(path: Path) -> Plan:
     """Read a plan; raises `PlanFileError` if the file is none."""
     try:
         with path.open("rb") as file:
@@ -63,19 +64,18 @@ def load_plan(path: Path) -> StepPlan:
     return from_json(data, str(path))
 
 
-def from_json(data: bytes, what: str = "the plan") -> StepPlan:
+def from_json(data: bytes, what: str = "the plan") -> Plan:
     """Read what `to_json` made; raises `PlanFileError` for anything else."""
     if len(data) > MAX_BYTES:
         raise PlanFileError(f"{what} has more than {MAX_BYTES} bytes and is not read")
     try:
-        return _read(data, what)
-    except StageFileError as error:
-        raise PlanFileError(str(error)) from error
+        with strict_json.refused_as(PlanFileError):
+            return _read(data, what)
     except RecursionError as error:
         raise PlanFileError(f"{what} nests too deeply") from error
 
 
-def _read(data: bytes, what: str) -> StepPlan:
+def _read(data: bytes, what: str) -> Plan:
     found = strict_json.parse(data, what)
     if found.get("format") != FORMAT:
         raise PlanFileError(f"{what} is no plan: its 'format' is not '{FORMAT}'")
@@ -85,12 +85,35 @@ def _read(data: bytes, what: str) -> StepPlan:
     found = strict_json.fields(found, what, ("format", "version", "fingerprint", "plan"))
     if found["fingerprint"] != strict_json.fingerprint(found["plan"]):
         raise PlanFileError(f"{what} has been changed or is damaged: it does not have its own fingerprint")
-    return _value(found["plan"], StepPlan, what)
+    return _value(found["plan"], Plan, what)
+
+
+def _plain(value: Any) -> Any:
+    """A value as JSON has it: pipelines as their text."""
+    if isinstance(value, Pipeline):
+        return str(value)
+    if dataclasses.is_dataclass(value):
+        return {field.name: _plain(getattr(value, field.name)) for field in dataclasses.fields(value)}
+    if isinstance(value, (tuple, list)):
+        return [_plain(item) for item in value]  # pyright: ignore[reportUnknownVariableType]
+    if isinstance(value, Mapping):
+        return {str(key): _plain(item) for key, item in value.items()}  # pyright: ignore[reportUnknownVariableType, reportUnknownArgumentType]
+    return value
+
+
+def _pipeline(value: Any, what: str) -> Pipeline:
+    text = strict_json.string(value, what)
+    try:
+        return Pipeline.parse(text)
+    except PassError as error:
+        raise PlanFileError(f"{what} is no pipeline of passes ({error})") from error
 
 
 def _value(value: Any, kind: Any, what: str) -> Any:
     """A JSON value as what a type says: a dataclass, a tuple or mapping of one kind, text, a number, or None."""
     origin, arguments = typing.get_origin(kind), typing.get_args(kind)
+    if kind is Pipeline:
+        return _pipeline(value, what)
     if dataclasses.is_dataclass(kind):
         return _dataclass(value, typing.cast("type[Any]", kind), what)
     if origin is types.UnionType:
