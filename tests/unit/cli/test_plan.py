@@ -185,14 +185,14 @@ def test_reports_are_written(
 
 
 def test_devices_come_from_files(script: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    figures = {"flops_per_us": 1e3, "bytes_per_us": 1e9, "overhead_us": 0.0}
-    one = {"format": "wholestep-cost-model", "version": 1, "devices": {"snail": figures}, "links": {}}
+    device = {"flops_per_us": 1e3, "bytes_per_us": 1e9, "overhead_us": 0.0}
+    one = {"format": "wholestep-cost-model", "version": 1, "devices": {"snail": device}, "links": {}}
     file = tmp_path / "costs.json"
     file.write_text(json.dumps(one), encoding="utf-8")
     plan = printed_plan(capsys, f"{script}:make_step", "--device", str(file))
     assert figures(plan)["device"]["name"] == "snail"
     assert figures(plan)["step_us"] >= sum(phase["flops"] for phase in figures(plan)["phases"].values()) / 1e3
-    one["devices"]["hare"] = {**figures, "flops_per_us": 1e6}
+    one["devices"]["hare"] = {**device, "flops_per_us": 1e6}
     file.write_text(json.dumps(one), encoding="utf-8")
     assert main(["plan", f"{script}:make_step", "--device", str(file)]) == 2
     assert "has the devices snail, hare; name one" in capsys.readouterr().err

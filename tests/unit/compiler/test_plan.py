@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -16,6 +16,7 @@ from torch.optim import AdamW
 
 import wholestep
 from wholestep import CaptureError, Plan, PlanError, WholestepError, zoo
+from wholestep.api import CompiledStep
 from wholestep.capture import capture
 from wholestep.cli import main
 from wholestep.compiler import STAGES, Hardware, StepOptions, build, plan, table
@@ -44,7 +45,7 @@ def ops_of(graph: StepGraph) -> str:
     return re.sub(r"\(\d+\.\d+ ms\)", "", str(graph))
 
 
-def compiled(**options: Any) -> tuple[wholestep.api.CompiledStep, Any]:
+def compiled(**options: Any) -> tuple[CompiledStep, Any]:
     step = wholestep.compile(train_step, **options)
     arguments = made()
     step(*arguments)
@@ -151,7 +152,7 @@ def test_what_a_plan_has_decided_is_not_asked_for_as_well() -> None:
     with pytest.raises(WholestepError, match="plan= says what memory_budget asks for"):
         wholestep.compile(train_step, plan=step.plan, memory_budget=0.5)
     with pytest.raises(WholestepError, match=r"plan is a wholestep.Plan or the path of a plan.json, not 3"):
-        wholestep.compile(train_step, plan=3)
+        wholestep.compile(train_step, plan=cast("Any", 3))
 
 
 def test_ranks_that_are_not_there_are_planned_alike() -> None:
