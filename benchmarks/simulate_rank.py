@@ -26,12 +26,11 @@ from benchmarks.data_parallel_rank import MODELS, train_step
 from wholestep.capture import capture
 from wholestep.comm.facts import gather_facts
 from wholestep.comm.plan import Facts
-from wholestep.cost import Link, measure_peak, profile_memory
+from wholestep.cost import DEVICES, Link, Wire, measure_peak, profile_memory
 from wholestep.passes import Pipeline, run_passes
 from wholestep.pipe import StageCosts, Timeline
-from wholestep.sim import Cluster, DataParallelJob, Prediction, Wire, simulate
+from wholestep.sim import Cluster, DataParallelJob, Prediction, simulate
 from wholestep.sim.calibrate import calibrate_wire
-from wholestep.sim.costs import DEVICES
 from wholestep.sim.cut_job import cut_job
 from wholestep.zoo import gpt
 

@@ -17,10 +17,10 @@ from wholestep.cli.progress import working
 from wholestep.cli.target import MadeStep, Target
 from wholestep.compiler import DataParallel, Hardware, StepOptions
 from wholestep.compiler.predictions import DeviceFigures
-from wholestep.cost import Link
+from wholestep.cost import DEVICES, LINKS, DeviceModel, Link, Wire, typical_name
 from wholestep.errors import SimulationError, UsageError, WholestepError
 from wholestep.remat import StepBudget
-from wholestep.sim.costs import DEVICES, LINKS, CostModel, Device, Wire
+from wholestep.sim.costs import CostModel
 
 _DEFAULT_LATENCY = "20us"
 
@@ -97,7 +97,7 @@ def with_options(given: StepOptions, options: argparse.Namespace) -> StepOptions
 
 def device_here() -> DeviceFigures:
     """Figures of a typical device of the kind that is here, for steps that are not measured."""
-    return _figures("h200" if torch.cuda.is_available() else "cpu", DEVICES)
+    return _figures(typical_name("cuda" if torch.cuda.is_available() else "cpu"), DEVICES)
 
 
 def _dry_run(options: argparse.Namespace) -> tuple[DeviceFigures, Hardware]:
@@ -138,7 +138,7 @@ def _device(text: str) -> DeviceFigures:
 
 
 def _figures(name: str, devices: Any) -> DeviceFigures:
-    device: Device = devices[name]
+    device: DeviceModel = devices[name]
     return DeviceFigures(name, device.flops_per_us, device.bytes_per_us, device.overhead_us, device.memory_bytes)
 
 

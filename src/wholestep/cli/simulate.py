@@ -117,12 +117,12 @@ def _under(
 ) -> list[StepFacts]:
     device, name = cluster.device, str(options.target)
     if budgets:
-        return [gather_step(graph, device.model, name=name, budget=budget) for budget in budgets]
-    plain = gather_step(graph, device.model, name=name)
+        return [gather_step(graph, device, name=name, budget=budget) for budget in budgets]
+    plain = gather_step(graph, device, name=name)
     if not options.search or not 0 < device.memory_bytes < plain.peak_bytes:
         return [plain]
     limit = StepBudget.of(device.memory_bytes)
-    return [plain, gather_step(graph, device.model, name=name, budget=limit)]
+    return [plain, gather_step(graph, device, name=name, budget=limit)]
 
 
 def _job(options: argparse.Namespace, step: StepFacts, cluster: Cluster) -> Job:

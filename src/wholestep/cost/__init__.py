@@ -1,13 +1,16 @@
 """What a step costs, predicted from its graph (flops, bytes, live memory, op and link times) and measured on a run."""
 
 from wholestep.cost.flops import Cost, node_cost, node_elementwise_flops, node_flops, total_cost
+from wholestep.cost.hardware import DEVICES, LINKS, DeviceModel, Wire, typical_device, typical_name
 from wholestep.cost.link import Link, calibrate_link
 from wholestep.cost.logits import LogitsAtPeak, dominant_logits
 from wholestep.cost.measure import MeasuredPeak, measure_peak
 from wholestep.cost.memory import LiveValue, MemoryProfile, Traffic, node_bytes, profile_memory
-from wholestep.cost.op_time import DeviceModel, calibrate_device, estimated_times, measured_times, product_dtype
+from wholestep.cost.op_time import calibrate_device, estimated_times, measured_times, product_dtype
 
 __all__ = [
+    "DEVICES",
+    "LINKS",
     "Cost",
     "DeviceModel",
     "Link",
@@ -16,6 +19,7 @@ __all__ = [
     "MeasuredPeak",
     "MemoryProfile",
     "Traffic",
+    "Wire",
     "calibrate_device",
     "calibrate_link",
     "dominant_logits",
@@ -29,4 +33,6 @@ __all__ = [
     "product_dtype",
     "profile_memory",
     "total_cost",
+    "typical_device",
+    "typical_name",
 ]

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -19,6 +18,7 @@ from torch import fx
 
 from wholestep._recording_torch import REQUIRE
 from wholestep.cost.flops import node_flops
+from wholestep.cost.hardware import DeviceModel
 from wholestep.cost.memory import node_bytes, tensors_in
 from wholestep.cost.trial import clock_us, device_of, plain, sizes_and_strides, try_us, undisturbed
 from wholestep.graph import StepGraph, map_nodes, ops
@@ -28,15 +28,6 @@ aten = torch.ops.aten
 _COPIED_BYTES = 64 * 2**20
 # A GPU needs more work than a core to show what it can do.
 _MATMUL_SIZE, _MATMUL_SIZE_CUDA = 512, 4096
-
-
-@dataclass(frozen=True)
-class DeviceModel:
-    """A device in three figures: what it multiplies and moves in a microsecond, and what any op costs at least."""
-
-    flops_per_us: float
-    bytes_per_us: float
-    overhead_us: float
 
 
 def calibrate_device(device: torch.device, dtype: torch.dtype = torch.float32) -> DeviceModel:

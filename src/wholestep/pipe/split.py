@@ -13,8 +13,7 @@ from torch import fx
 
 from wholestep import _strict_json as strict_json
 from wholestep.capture import Capture
-from wholestep.cost import DeviceModel, estimated_times
-from wholestep.cost.trial import device_of
+from wholestep.cost import estimated_times, typical_device
 from wholestep.errors import SplitError
 from wholestep.graph import StepGraph
 from wholestep.pipe.balance import Limit, Profile, balance, profile
@@ -25,9 +24,6 @@ _VERSION = 1
 _MAX_STAGES = 65_536
 _MAX_TEXT = 32 * 2**20
 _COUNT = range(2**63)
-# Ordinary devices. Shares of the time are what counts, and figures that nobody measures are the same on every rank.
-_DEVICES = {"cuda": DeviceModel(3e8, 2e6, 4.0)}
-_ANY_DEVICE = DeviceModel(1e5, 1e4, 1.0)
 
 
 @dataclass(frozen=True)
@@ -179,7 +175,8 @@ def plan_split(
     """
     places = Places(captured, graph)
     if times_us is None:
-        times_us = estimated_times(graph, _DEVICES.get(device_of(graph.calls()).type, _ANY_DEVICE))
+        # Shares of the time are what counts, and figures that nobody measures are the same on every rank.
+        times_us = estimated_times(graph, typical_device(graph.calls()))
     found = profile(graph, times_us)
     borders = marked_borders(places)
     if points is not None:

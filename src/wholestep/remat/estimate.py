@@ -13,8 +13,7 @@ from collections.abc import Iterable, Mapping
 
 from torch import fx
 
-from wholestep.cost import DeviceModel, node_bytes, node_flops
-from wholestep.cost.memory import tensors_in
+from wholestep.cost import DeviceModel, node_bytes, node_flops, typical_device
 from wholestep.cost.op_time import estimate_us, is_free, measure_us
 from wholestep.errors import WholestepError
 
@@ -22,11 +21,6 @@ ESTIMATORS = ("flops", "roofline", "profile")
 
 # Next to nothing, but enough to tell two plans of equal flops apart.
 _FLOPS_PER_BYTE = 1e-3
-# A core of a server, and a large GPU in bfloat16; ratios matter here, not figures.
-_TYPICAL = {
-    "cpu": DeviceModel(flops_per_us=60_000, bytes_per_us=8_000, overhead_us=2.0),
-    "cuda": DeviceModel(flops_per_us=600_000_000, bytes_per_us=3_500_000, overhead_us=3.0),
-}
 
 
 def estimated_costs(
@@ -48,9 +42,3 @@ def _by_flops(node: fx.Node) -> float:
         return 0.0
     traffic = node_bytes(node)
     return node_flops(node) + _FLOPS_PER_BYTE * (traffic.read + traffic.written)
-
-
-def typical_device(nodes: Iterable[fx.Node]) -> DeviceModel:
-    """A typical GPU if there is anything on one, a typical core otherwise."""
-    kinds = {tensor.device.type for node in nodes for tensor in tensors_in(node.meta.get("val"))}
-    return _TYPICAL["cuda" if "cuda" in kinds else "cpu"]

@@ -7,11 +7,11 @@ budget. Peaks are those of the planner's model of fusion (`wholestep.remat.fusio
 
 from __future__ import annotations
 
-from wholestep.cost import DeviceModel
+from wholestep.cost import DeviceModel, typical_device
 from wholestep.graph import StepGraph
 from wholestep.remat.budget import Budget, StepBudget
 from wholestep.remat.build import step_program
-from wholestep.remat.estimate import estimated_costs, typical_device
+from wholestep.remat.estimate import estimated_costs
 from wholestep.remat.fusion import fused, without_replay
 from wholestep.remat.modules import fix_modules
 from wholestep.remat.partition import choose

@@ -8,11 +8,12 @@ from dataclasses import dataclass, replace
 
 from torch import fx
 
+from wholestep.cost import typical_device
 from wholestep.errors import BudgetError, WholestepError
 from wholestep.remat.annotations import read_annotations
 from wholestep.remat.budget import Budget, StepBudget, readable
 from wholestep.remat.build import Program
-from wholestep.remat.estimate import estimated_costs, typical_device
+from wholestep.remat.estimate import estimated_costs
 from wholestep.remat.fusion import fused, without_replay
 from wholestep.remat.joint import Joint, deduplicated, read_joint, split_joint
 from wholestep.remat.knapsack import METHODS

@@ -1,7 +1,7 @@
 """Simulation of training steps on clusters that need not be there."""
 
 from wholestep.sim.cluster import Cluster
-from wholestep.sim.costs import CostModel, Device, Wire
+from wholestep.sim.costs import CostModel
 from wholestep.sim.jobs import Crossing, DataParallelJob, GradientBucket, Job, PipelineJob, StageLoad
 from wholestep.sim.simulate import Prediction, RankPrediction, simulate, trace
 
@@ -10,14 +10,12 @@ __all__ = [
     "CostModel",
     "Crossing",
     "DataParallelJob",
-    "Device",
     "GradientBucket",
     "Job",
     "PipelineJob",
     "Prediction",
     "RankPrediction",
     "StageLoad",
-    "Wire",
     "simulate",
     "trace",
 ]

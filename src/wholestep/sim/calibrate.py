@@ -19,8 +19,8 @@ from collections.abc import Callable
 import torch
 import torch.distributed as dist
 
-from wholestep.cost import calibrate_device, calibrate_link
-from wholestep.sim.costs import CostModel, Device, Wire
+from wholestep.cost import DeviceModel, Wire, calibrate_device, calibrate_link
+from wholestep.sim.costs import CostModel
 
 _NAME = "here"
 _MATRIX = 256
@@ -44,7 +44,7 @@ def calibrate(
     found = calibrate_device(here, dtype)
     figures = [float(f"{value:.4g}") for value in (found.flops_per_us, found.bytes_per_us, found.overhead_us)]
     links = {name: calibrate_wire(here)} if dist.is_initialized() and dist.get_world_size() > 1 else {}
-    return CostModel({name: Device(*figures, memory_bytes=_memory_bytes(here))}, links)
+    return CostModel({name: DeviceModel(*figures, memory_bytes=_memory_bytes(here))}, links)
 
 
 def calibrate_wire(device: torch.device) -> Wire:

@@ -27,8 +27,9 @@ from pathlib import Path
 from typing import Any
 
 from wholestep import _strict_json as strict_json
+from wholestep.cost import DeviceModel, Wire
 from wholestep.errors import SimulationError
-from wholestep.sim.costs import CostModel, Device, Wire
+from wholestep.sim.costs import CostModel
 from wholestep.sim.files import parsed, read_bytes, readable
 
 FORMAT = "wholestep-cluster"
@@ -51,7 +52,7 @@ class Cluster:
 
     num_nodes: int
     ranks_per_node: int
-    device: Device
+    device: DeviceModel
     inside: Wire
     between: Wire
     trees: bool = False

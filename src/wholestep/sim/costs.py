@@ -1,14 +1,4 @@
-"""The cost model: what devices and links can do, in a file that people can read, compare and edit.
-
-    device   an op takes max(flops / flops_per_us, bytes / bytes_per_us) + overhead_us
-    link     a message of b bytes takes latency_us + b / bytes_per_us from one rank to another, in one direction
-
-Two more figures of a link matter where a processor does the sending, as with gloo on CPUs: `cpu_us_per_byte` is taken
-from the computation of either end while a byte travels, `issue_us` is what starting or finishing one message or
-collective takes of the computing thread. Both are 0 for NVLink and adapters that copy by themselves.
-
-Figures of built-in devices and links are what large kernels and large messages reach, not what is printed on the box.
-"""
+"""The cost model: devices and links (`wholestep.cost.hardware`) by name, in a file that people can read and edit."""
 
 from __future__ import annotations
 
@@ -19,7 +9,7 @@ from typing import Any
 
 from wholestep import _strict_json as strict_json
 from wholestep._output import write_output
-from wholestep.cost import DeviceModel, Link
+from wholestep.cost import DEVICES, LINKS, DeviceModel, Wire
 from wholestep.errors import SimulationError, WholestepError
 from wholestep.sim.files import number, parsed, read_bytes, readable
 
@@ -30,83 +20,10 @@ _MAX_NAME = 100
 
 
 @dataclass(frozen=True)
-class Device:
-    """What computes: figures of the roofline, and how much it can hold (0: not known, nothing is checked)."""
-
-    flops_per_us: float
-    bytes_per_us: float
-    overhead_us: float
-    memory_bytes: int = 0
-
-    @property
-    def model(self) -> DeviceModel:
-        return DeviceModel(self.flops_per_us, self.bytes_per_us, self.overhead_us)
-
-    @staticmethod
-    def from_json(value: Any, what: str) -> Device:
-        found = strict_json.fields(value, what, ("flops_per_us", "bytes_per_us", "overhead_us"), ("memory_bytes",))
-        return Device(
-            number(found["flops_per_us"], f"flops_per_us of {what}", above=True),
-            number(found["bytes_per_us"], f"bytes_per_us of {what}", above=True),
-            number(found["overhead_us"], f"overhead_us of {what}"),
-            strict_json.integer(found.get("memory_bytes", 0), f"memory_bytes of {what}", range(2**50)),
-        )
-
-
-@dataclass(frozen=True)
-class Wire:
-    """What carries bytes from one rank to another; see the module."""
-
-    latency_us: float
-    bytes_per_us: float
-    cpu_us_per_byte: float = 0.0
-    issue_us: float = 0.0
-
-    def time_us(self, num_bytes: float) -> float:
-        """How long one message takes."""
-        return self.latency_us + num_bytes / self.bytes_per_us
-
-    def load(self, num_bytes: float, time_us: float) -> float:
-        """The share of a core that sending so many bytes in this time takes."""
-        return self.cpu_us_per_byte * num_bytes / time_us if time_us > 0 else 0.0
-
-    @staticmethod
-    def from_text(text: str) -> Wire:
-        """The wire that `25gbit,10us` stands for."""
-        link = Link.from_text(text)
-        return Wire(link.latency_us, link.bytes_per_us)
-
-    @staticmethod
-    def from_json(value: Any, what: str) -> Wire:
-        found = strict_json.fields(value, what, ("latency_us", "bytes_per_us"), ("cpu_us_per_byte", "issue_us"))
-        return Wire(
-            number(found["latency_us"], f"latency_us of {what}", most=1e9),
-            number(found["bytes_per_us"], f"bytes_per_us of {what}", least=1e-6, most=1e12),
-            number(found.get("cpu_us_per_byte", 0.0), f"cpu_us_per_byte of {what}", most=1e6),
-            number(found.get("issue_us", 0.0), f"issue_us of {what}", most=1e9),
-        )
-
-
-DEVICES: Mapping[str, Device] = {
-    "h200": Device(6.0e8, 4.0e6, 3.0, 141 * 10**9),
-    "a100": Device(2.3e8, 1.6e6, 4.0, 80 * 10**9),
-    "cpu": Device(6.0e4, 8.0e3, 2.0),
-}
-LINKS: Mapping[str, Wire] = {
-    "nvlink4": Wire(3.0, 3.7e5),
-    "nvlink3": Wire(3.0, 2.3e5),
-    "infiniband-400": Wire(6.0, 4.5e4),
-    "infiniband-200": Wire(6.0, 2.2e4),
-    "ethernet-100": Wire(15.0, 1.1e4),
-    "ethernet-25": Wire(20.0, 2.8e3),
-}
-
-
-@dataclass(frozen=True)
 class CostModel:
     """Devices and links by name."""
 
-    devices: Mapping[str, Device]
+    devices: Mapping[str, DeviceModel]
     links: Mapping[str, Wire]
 
     @staticmethod
@@ -117,10 +34,10 @@ class CostModel:
         """Both, the other's where names meet."""
         return CostModel({**self.devices, **other.devices}, {**self.links, **other.links})
 
-    def device(self, value: Any, what: str) -> Device:
+    def device(self, value: Any, what: str) -> DeviceModel:
         """A device by name, or described in place."""
         if not isinstance(value, str):
-            return Device.from_json(value, what)
+            return device_from_json(value, what)
         if value not in self.devices:
             raise SimulationError(f"there is no device '{strict_json.shown(value)}'; known are {_listed(self.devices)}")
         return self.devices[value]
@@ -128,7 +45,7 @@ class CostModel:
     def wire(self, value: Any, what: str) -> Wire:
         """A link by name, as `25gbit,10us`, or described in place."""
         if not isinstance(value, str):
-            return Wire.from_json(value, what)
+            return wire_from_json(value, what)
         if value in self.links:
             return self.links[value]
         try:
@@ -163,13 +80,35 @@ class CostModel:
         write_output(path, self.to_json())
 
 
+def device_from_json(value: Any, what: str) -> DeviceModel:
+    """A device as files describe it."""
+    found = strict_json.fields(value, what, ("flops_per_us", "bytes_per_us", "overhead_us"), ("memory_bytes",))
+    return DeviceModel(
+        number(found["flops_per_us"], f"flops_per_us of {what}", above=True),
+        number(found["bytes_per_us"], f"bytes_per_us of {what}", above=True),
+        number(found["overhead_us"], f"overhead_us of {what}"),
+        strict_json.integer(found.get("memory_bytes", 0), f"memory_bytes of {what}", range(2**50)),
+    )
+
+
+def wire_from_json(value: Any, what: str) -> Wire:
+    """A link as files describe it."""
+    found = strict_json.fields(value, what, ("latency_us", "bytes_per_us"), ("cpu_us_per_byte", "issue_us"))
+    return Wire(
+        number(found["latency_us"], f"latency_us of {what}", most=1e9),
+        number(found["bytes_per_us"], f"bytes_per_us of {what}", least=1e-6, most=1e12),
+        number(found.get("cpu_us_per_byte", 0.0), f"cpu_us_per_byte of {what}", most=1e6),
+        number(found.get("issue_us", 0.0), f"issue_us of {what}", most=1e9),
+    )
+
+
 def _cost_model(body: dict[str, Any], what: str) -> CostModel:
     found = strict_json.fields(body, what, ("devices", "links"))
     devices = _entries(found["devices"], f"devices of {what}")
     links = _entries(found["links"], f"links of {what}")
     return CostModel(
-        {name: Device.from_json(value, f"device '{name}'") for name, value in devices.items()},
-        {name: Wire.from_json(value, f"link '{name}'") for name, value in links.items()},
+        {name: device_from_json(value, f"device '{name}'") for name, value in devices.items()},
+        {name: wire_from_json(value, f"link '{name}'") for name, value in links.items()},
     )
 
 

@@ -10,10 +10,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
+from wholestep.cost import Wire
 from wholestep.errors import SimulationError
 from wholestep.sim import data_parallel, pipeline
 from wholestep.sim.cluster import Cluster
-from wholestep.sim.costs import Wire
 from wholestep.sim.jobs import DataParallelJob, Job, PipelineJob
 from wholestep.sim.world import World
 

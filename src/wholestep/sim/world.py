@@ -24,9 +24,9 @@ from __future__ import annotations
 from collections.abc import Hashable, Iterable, Mapping
 from dataclasses import dataclass
 
+from wholestep.cost import Wire
 from wholestep.errors import SimulationError
 from wholestep.sim.cluster import Cluster, Collective
-from wholestep.sim.costs import Wire
 from wholestep.sim.engine import Engine
 
 Slowness = Mapping[int, float]

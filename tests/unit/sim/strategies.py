@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from hypothesis import strategies as st
 
+from wholestep.cost import DeviceModel, Wire
 from wholestep.pipe import StageCosts, build_schedule
-from wholestep.sim import Cluster, Crossing, DataParallelJob, Device, GradientBucket, PipelineJob, StageLoad, Wire
+from wholestep.sim import Cluster, Crossing, DataParallelJob, GradientBucket, PipelineJob, StageLoad
 
-DEVICE = Device(1e5, 1e4, 1.0)
+DEVICE = DeviceModel(1e5, 1e4, 1.0)
 SCHEDULES = ("gpipe", "1f1b", "interleaved-1f1b", "looped-bfs", "zb-h1", "zbv", "v-half", "dualpipe-v")
 
 times = st.floats(0.0, 1000.0).map(lambda value: round(value, 3))

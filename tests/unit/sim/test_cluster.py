@@ -14,8 +14,9 @@ from hypothesis import strategies as st
 from tests.unit.sim.rings import ring_us, two_level_us
 from tests.unit.sim.strategies import DEVICE, clusters, wires
 
+from wholestep.cost import DeviceModel, Wire
 from wholestep.errors import SimulationError
-from wholestep.sim import Cluster, CostModel, Device, Wire
+from wholestep.sim import Cluster, CostModel
 
 DESCRIPTION: dict[str, Any] = {
     "format": "wholestep-cluster",
@@ -118,8 +119,10 @@ def test_large_and_missing_files_are_refused(tmp_path: Path) -> None:
 
 
 @settings(max_examples=50, deadline=None)
-@given(devices=st.dictionaries(st.text("abc", min_size=1), st.builds(Device, *[st.floats(1, 1e12)] * 3)), link=wires())
-def test_a_cost_model_survives_its_file(devices: dict[str, Device], link: Wire) -> None:
+@given(
+    devices=st.dictionaries(st.text("abc", min_size=1), st.builds(DeviceModel, *[st.floats(1, 1e12)] * 3)), link=wires()
+)
+def test_a_cost_model_survives_its_file(devices: dict[str, DeviceModel], link: Wire) -> None:
     model = CostModel(devices, {"wire": link})
     assert CostModel.from_json(model.to_json().encode()) == model
 

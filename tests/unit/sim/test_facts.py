@@ -16,15 +16,14 @@ from torch import nn
 from wholestep.capture import capture
 from wholestep.cli import main
 from wholestep.comm.plan import decide
-from wholestep.cost import DeviceModel, profile_memory
+from wholestep.cost import DEVICES, DeviceModel, Wire, profile_memory
 from wholestep.errors import SimulationError
 from wholestep.graph import Phase, StepGraph
 from wholestep.passes import Pipeline, run_passes
 from wholestep.remat import StepBudget
-from wholestep.sim import Cluster, CostModel, Wire, simulate, trace
+from wholestep.sim import Cluster, CostModel, simulate, trace
 from wholestep.sim.calibrate import calibrate
 from wholestep.sim.chrome import MAX_RANKS, chrome_trace
-from wholestep.sim.costs import DEVICES
 from wholestep.sim.facts import StepFacts, all_reduce_link, gather_step, schedule_of
 from wholestep.sim.simulate import TraceSpan
 

@@ -10,9 +10,10 @@ from hypothesis import strategies as st
 from tests.unit.sim.strategies import DEVICE, wires
 
 from wholestep.comm.plan import Facts, Gradient
+from wholestep.cost import Wire
 from wholestep.errors import SimulationError
 from wholestep.pipe.balance import Profile, Tally
-from wholestep.sim import Cluster, PipelineJob, Wire, simulate
+from wholestep.sim import Cluster, PipelineJob, simulate
 from wholestep.sim.facts import Places, StepFacts, schedule_of
 from wholestep.sim.search import Limits, options_of, search
 

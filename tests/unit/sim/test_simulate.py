@@ -12,6 +12,7 @@ from tests.unit.sim.strategies import DEVICE, clusters, data_parallel_jobs, divi
 
 from wholestep.comm.timeline import Message
 from wholestep.comm.timeline import simulate as simulate_timeline
+from wholestep.cost import Wire
 from wholestep.errors import SimulationError
 from wholestep.pipe import StageCosts, build_schedule
 from wholestep.pipe import simulate as simulate_schedule
@@ -23,7 +24,6 @@ from wholestep.sim import (
     PipelineJob,
     Prediction,
     StageLoad,
-    Wire,
     simulate,
     trace,
 )

@@ -7,12 +7,11 @@ import torch
 from torch import Tensor, nn
 
 import wholestep
-from wholestep.cost import measure_peak
+from wholestep.cost import DEVICES, Wire, measure_peak
 from wholestep.pipe import StageCosts
 from wholestep.runtime.pipeline import Pipe
 from wholestep.sim import simulate
 from wholestep.sim.cluster import Cluster
-from wholestep.sim.costs import DEVICES, Wire
 from wholestep.sim.cut_job import crossings_of, cut_job
 from wholestep.sim.stage_memory import pipeline_peaks
 
