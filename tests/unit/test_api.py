@@ -282,7 +282,7 @@ def test_the_public_names_exist_and_are_listed() -> None:
     assert sorted(wholestep.__all__) == wholestep.__all__
     assert all(hasattr(wholestep, name) for name in wholestep.__all__)
     kinds = {name for name, value in vars(errors).items() if isinstance(value, type)}
-    others = {"BanRules", "Checkpoints", "DataParallel", "Schedule", "SplitPoint", "__version__"}
+    others = {"BanRules", "Checkpoints", "DataParallel", "Plan", "Schedule", "SplitPoint", "__version__"}
     verbs = {"compile", "inductor", "load_checkpoint", "lower", "partition", "pipe_split", "pipeline"}
     assert kinds | others | verbs == set(wholestep.__all__)
 

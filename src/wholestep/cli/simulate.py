@@ -22,7 +22,6 @@ from wholestep.cli.target import Target
 from wholestep.comm.plan import decide
 from wholestep.errors import UsageError
 from wholestep.graph import StepGraph
-from wholestep.passes import Pipeline, run_passes
 from wholestep.pipe.schedules import FAMILIES
 from wholestep.remat import StepBudget, readable
 from wholestep.sim.calibrate import calibrate
@@ -33,8 +32,6 @@ from wholestep.sim.facts import StepFacts, gather_step, schedule_of
 from wholestep.sim.jobs import Job
 from wholestep.sim.search import CROSSINGS, Found, Ranked, search
 from wholestep.sim.simulate import Prediction, simulate, trace
-
-_PASSES = Pipeline.parse("simplify,cse,dce")
 
 
 def add_parser(commands: Any) -> None:
@@ -106,7 +103,7 @@ def _facts(options: argparse.Namespace, cluster: Cluster) -> list[StepFacts]:
     with no_weights():
         made = load(options.target)
         with working("capturing the step"):
-            graph = run_passes(capture(made.eager, made.args, made.kwargs).graph, _PASSES)
+            graph = capture(made.eager, made.args, made.kwargs).graph
         with working("planning memory"):
             budgets = [StepBudget.of(text) for text in options.memory_budget]
             return _under(graph, options, cluster, budgets)

@@ -21,11 +21,11 @@ from wholestep.compiler.loop import LoopGraphs
 from wholestep.compiler.made_for import MadeFor
 from wholestep.compiler.options import StepOptions
 from wholestep.compiler.plan import Plan
-from wholestep.compiler.stages import LOOP_STAGES, SHARED_STAGES, STEP_STAGES, follow, run_stages
+from wholestep.compiler.stages import LOOP_STAGES, SHARED_STAGES, STEP_STAGES, Stage, follow, run_stages
 from wholestep.cost import profile_memory
 from wholestep.errors import PassError
 from wholestep.graph import StepGraph
-from wholestep.passes import run_passes
+from wholestep.passes import Pipeline, run_passes
 from wholestep.remat import readable
 
 logger = logging.getLogger(__name__)
@@ -51,8 +51,9 @@ def begin(
     looks: bool = False,
     num_checkpoint_regions: int = 0,
     dump_dir: Path | None = None,
+    stages: tuple[Stage, ...] = STEP_STAGES,
 ) -> Draft:
-    """Decide what each rank decides for itself; the graph is rewritten accordingly.
+    """Decide what each rank decides for itself, or some of it; the graph is rewritten accordingly.
 
     With a plan among the options, that is what it says; raises `PlanError` if it was made for something else.
     """
@@ -61,11 +62,18 @@ def begin(
     if options.plan is not None:
         options.plan.made_for.require_same(made_for)
         draft.is_lowered, draft.memory = options.plan.is_lowered, options.plan.memory
-        follow(options.plan, STEP_STAGES, draft)
+        follow(options.plan, stages, draft)
     else:
         draft.is_lowered = _lowers(draft)
-        run_stages(STEP_STAGES, draft)
+        run_stages(stages, draft)
     return draft
+
+
+def plan_memory(draft: Draft) -> Pipeline:
+    """Decide what is kept for the backward, where nobody has yet; returns the passes that do so."""
+    before = len(draft.rewrites)
+    run_stages(tuple(stage for stage in STEP_STAGES if stage.name == "memory"), draft)
+    return Pipeline(tuple(item for choice in draft.rewrites[before:] for item in choice.passes))
 
 
 def settle(draft: Draft, communication: DataParallelPlan | None, *, group: str = "") -> Plan:

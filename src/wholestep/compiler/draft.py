@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import torch
@@ -54,6 +54,10 @@ class Draft:
     def is_planned(self) -> bool:
         """Whether there is something to decide about memory."""
         return self.options.memory_budget is not None or self.num_checkpoint_regions > 0
+
+    def copy(self) -> Draft:
+        """The same draft for somebody else to go on with."""
+        return replace(self, graph=self.graph.copy(), rewrites=[*self.rewrites], loop=[*self.loop])
 
     def rewrite(self, stage: str, passes: Iterable[Pass], reason: str) -> None:
         """Rewrite the step, as a stage has decided."""

@@ -131,11 +131,16 @@ def _moves_locally(draft: Draft) -> bool:
     return draft.communication is None and draft.options.cross_iteration not in ("auto", "none")
 
 
-STEP_STAGES = (
+REWRITING_STAGES = (
     Stage("simplify", "always", _always, _simplify),
     Stage("pad", "lowered, on CUDA", lambda draft: draft.is_lowered and draft.is_on_cuda, _pad),
     Stage("chunk_loss", "always: heads of the loss are marked", _always, _chunk_loss),
     Stage("decompose", "lowered", _is_lowered, _decompose),
+)
+"""What ops there are."""
+
+STEP_STAGES = (
+    *REWRITING_STAGES,
     Stage(
         "memory",
         "lowered, memory_budget, or checkpoint regions",

@@ -1,7 +1,7 @@
 """Partial lowering: runs of ops that Inductor can compile become regions, the rest stays where it is."""
 
 from wholestep.lower.decompose import Decompose
-from wholestep.lower.layouts import prepare_regions
+from wholestep.lower.layouts import leave_regions, prepare_regions
 from wholestep.lower.lower import Lower, dump_regions, regions_of
 from wholestep.lower.masks import Masks
 from wholestep.lower.module import lower_module
@@ -19,6 +19,7 @@ __all__ = [
     "WriteRegions",
     "divide",
     "dump_regions",
+    "leave_regions",
     "lower_module",
     "memory_of",
     "prepare_regions",

@@ -26,6 +26,13 @@ def prepare_regions(graph: StepGraph) -> None:
                 _lay_out(graph, item, region.strides_of(index))
 
 
+def leave_regions(graph: StepGraph) -> None:
+    """Leave the regions of a graph as they are: compiling takes long, and what is not going to run does not need it."""
+    for node in graph.calls():
+        if isinstance(node.target, Region):
+            node.target.failure = "planned, not compiled"
+
+
 def _is_between_regions(item: fx.Node) -> bool:
     value = item.meta["val"]
     sizes = (*value.shape, *value.stride())

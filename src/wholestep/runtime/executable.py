@@ -12,7 +12,7 @@ from torch import fx
 from wholestep import _torch, _waiting_torch
 from wholestep.capture.binding import Binding
 from wholestep.graph import SlotKind, StepGraph
-from wholestep.lower import prepare_regions
+from wholestep.lower import leave_regions, prepare_regions
 from wholestep.runtime.codegen import Step, best_binding, finish_journal, generate, run_checked
 from wholestep.runtime.cuda_graph import RecordedStep, copied_inputs, take_rates_from_device, written_inputs
 from wholestep.runtime.held import require_applied
@@ -60,8 +60,7 @@ class Executable:
         self._step: Step | None = None
         self._corrections: Mapping[str, tuple[int, ...]] = {}
         self._timed: tuple[Step, Stopwatch] | None = None
-        if compiles:
-            prepare_regions(graph)
+        (prepare_regions if compiles else leave_regions)(graph)
         self._is_recorded = is_recorded
         self._numbers = take_rates_from_device(graph) if is_recorded else {}
         if is_flush:

@@ -30,7 +30,7 @@ class Rotation:
     """Runs the graphs of a step's loop.
 
     With `cuda_graphs` those that can run as CUDA graphs do. What is in their regions is written to `dump_dir`; unless
-    it `compiles`, regions are left as they are: compiling takes long, and what is not going to run does not need it.
+    it `compiles`, regions are left as they are.
     """
 
     def __init__(

@@ -22,24 +22,20 @@ from itertools import pairwise
 
 from torch import fx
 
-from wholestep.comm import FillBuckets, reducible_gradients
+from wholestep.comm import reducible_gradients
 from wholestep.comm.facts import gather_facts
 from wholestep.comm.overlap import own_nodes
 from wholestep.comm.plan import DataParallelPlan, Facts
-from wholestep.compiler import communication_passes
+from wholestep.compiler import Draft, Hardware, StepOptions, begin, build, settle
 from wholestep.cost import DeviceModel, Link, estimated_times, profile_memory
 from wholestep.errors import SimulationError
 from wholestep.graph import Phase, SlotKind, StepGraph
-from wholestep.iteration import Kind as LoopKind
-from wholestep.iteration import derive
-from wholestep.passes import Pipeline, run_passes
-from wholestep.passes.reinplace import Reinplace
 from wholestep.pipe import StageCosts, build_schedule
 from wholestep.pipe import simulate as simulate_schedule
 from wholestep.pipe.balance import Profile, balance, profile
 from wholestep.pipe.placement import find_anchors, forward_calls
 from wholestep.pipe.schedule import Schedule
-from wholestep.remat import StepBudget, fit_step
+from wholestep.remat import StepBudget
 from wholestep.sim.cluster import Cluster
 from wholestep.sim.jobs import Crossing, DataParallelJob, PipelineJob, StageLoad
 
@@ -173,18 +169,17 @@ def all_reduce_link(cluster: Cluster) -> Link:
 def gather_step(
     graph: StepGraph, device: DeviceModel, *, name: str = "step", budget: StepBudget | None = None
 ) -> StepFacts:
-    """The facts of a functional step graph without collectives, by the roofline of a device.
+    """The facts of a step as it was captured, by the roofline of a device; the graph stays as it is.
 
     With a budget, of what is to run so that the step keeps it; raises `BudgetError` if it cannot be kept.
     """
-    if budget is not None:
-        remat, _, _ = fit_step(graph, budget, partial(run_passes, passes=[Reinplace()]), device)
-        graph = run_passes(graph.copy(), [remat])
+    draft = begin(graph.copy(), StepOptions(memory_budget=budget), Hardware(device))
+    graph = draft.graph
     facts = gather_facts(graph, world=2, average=True, link=_ANY_LINK, is_measured=False, device=device)
     times = estimated_times(graph, device)
     bare = _without_update(graph)
     bare_times = estimated_times(bare, device)
-    finished = profile_memory(run_passes(graph.copy(), [Reinplace()]))
+    finished = profile_memory(draft.run_in_place(graph.copy()))
     parameter_bytes = sum(gradient.num_bytes for gradient in facts.gradients)
     chain = profile(bare, bare_times)
     return StepFacts(
@@ -198,16 +193,16 @@ def gather_step(
         finished.peak_bytes,
         finished.slot_bytes,
         _slot_bytes(graph, SlotKind.STATE) / parameter_bytes if parameter_bytes else 0.0,
-        partial(data_parallel_peak, graph),
+        partial(data_parallel_peak, draft),
         "" if budget is None else str(budget),
     )
 
 
-def data_parallel_peak(graph: StepGraph, plan: DataParallelPlan) -> int:
-    """The peak of the loop that a plan makes of a functional step graph."""
-    rewritten = run_passes(graph.copy(), communication_passes(plan))
-    main = derive(rewritten, LoopKind.MAIN) if plan.moved else rewritten
-    return profile_memory(run_passes(main, Pipeline((Reinplace(), FillBuckets())))).peak_bytes
+def data_parallel_peak(draft: Draft, communication: DataParallelPlan) -> int:
+    """The peak of the loop that a plan for its gradients makes of a step; the draft stays as it is."""
+    own = draft.copy()
+    plan = settle(own, communication)
+    return profile_memory(build(own.graph, plan).main).peak_bytes
 
 
 def _without_update(graph: StepGraph) -> StepGraph:

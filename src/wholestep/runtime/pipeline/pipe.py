@@ -8,7 +8,6 @@ import logging
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
-from functools import partial
 from types import SimpleNamespace
 from typing import Any, Literal, Self
 
@@ -18,17 +17,17 @@ from torch.optim import Optimizer
 
 from wholestep._threads import let_others_capture, one_at_a_time
 from wholestep.capture import Capture, capture, tree
+from wholestep.compiler import REWRITING_STAGES, Draft, Hardware, StepOptions, begin, plan_memory
 from wholestep.errors import PipelineError
 from wholestep.graph import SlotKind, StepGraph
-from wholestep.lower import Decompose, Lower, Masks
-from wholestep.passes import LossGradient, Pass, Pipeline, run_passes
-from wholestep.passes.reinplace import Reinplace
+from wholestep.lower import Lower
+from wholestep.passes import Pipeline, run_passes
 from wholestep.pipe import FAMILIES, Kind, Schedule, SplitPlan, Timeline, build_schedule, plan_split, validate
 from wholestep.pipe.borders import Points, Policy
 from wholestep.pipe.cut import CutGraph, cut
 from wholestep.pipe.follow import borders_like, check_slots, is_like
 from wholestep.pipe.schedules import forward_only
-from wholestep.remat import StepBudget, fit_lowered_step, fit_step
+from wholestep.remat import StepBudget
 from wholestep.runtime.agreement import is_due
 from wholestep.runtime.pipeline.alike import require_same_values
 from wholestep.runtime.pipeline.batches import MicroBatches, split_batch
@@ -45,8 +44,9 @@ from wholestep.runtime.replica_facts import option_facts, plain
 
 logger = logging.getLogger(__name__)
 
-_PASSES = Pipeline.parse("simplify,cse,dce")
 _PARAM = f"{SlotKind.PARAM}."
+# A border may be within the loss head: its products stay as they are.
+_STAGES = tuple(stage for stage in REWRITING_STAGES if stage.name != "pad")
 
 
 @dataclass(frozen=True)
@@ -273,13 +273,14 @@ class Pipe:
             calls.ranks.require_agreement(calls.moment("given"), given_facts(self.model, self.options))
         if kind.is_training:
             refuse_hooks(self.model)
-        captured, graph = self._captured(batches.arguments[0], batches.shares[0], kind)
-        names = [node.name for node in graph.calls()]
-        remat = self._remat(graph, kind)
-        found, plan = self._cut(captured, run_passes(graph, remat), kind)
-        small = self._small(batches, names, remat, found, plan, kind)
+        captured, draft = self._captured(batches.arguments[0], batches.shares[0], kind)
+        names = [node.name for node in draft.graph.calls()]
+        # What is kept for the backward is decided for the model, not for each stage.
+        kept = plan_memory(draft) if kind.is_training else Pipeline()
+        found, plan = self._cut(captured, draft.graph, kind)
+        small = self._small(batches, names, kept, found, plan, kind)
         graphs = Graphs(captured, found, batches.num_large, small)
-        if self.options.lower == "inductor":
+        if draft.is_lowered:
             for one in graphs.cuts:
                 _lower_programs(one)
         schedule = self._schedule(len(found.stages), kind)
@@ -296,7 +297,7 @@ class Pipe:
         self,
         batches: MicroBatches,
         names: list[str],
-        remat: list[Pass],
+        kept: Pipeline,
         large: CutGraph,
         plan: SplitPlan | None,
         kind: _Kind,
@@ -304,9 +305,9 @@ class Pipe:
         """The same stages, and the same values kept, for micro-batches with a row less, if there are such."""
         if batches.num_large == len(batches.sizes):
             return None
-        captured, graph = self._captured(batches.arguments[-1], batches.shares[-1], kind)
-        if [node.name for node in graph.calls()] == names:
-            graph = run_passes(graph, remat)
+        captured, draft = self._captured(batches.arguments[-1], batches.shares[-1], kind)
+        if [node.name for node in draft.graph.calls()] == names:
+            graph = run_passes(draft.graph, kept)
             borders = borders_like(graph, large) if plan is None else plan.borders
             small = cut(graph, borders, shared=self.options.shared)
             if is_like(small, large):
@@ -316,25 +317,13 @@ class Pipe:
             f"give a batch whose rows are a multiple of {len(batches.sizes)}"
         )
 
-    def _captured(self, arguments: Any, share: float, kind: _Kind) -> tuple[Capture, StepGraph]:
+    def _captured(self, arguments: Any, share: float, kind: _Kind) -> tuple[Capture, Draft]:
         """One micro-batch as it was captured, and with ops as those who run it like them."""
         captured = self._capture(arguments, share, kind)
         refuse_python(captured)
-        graph = run_passes(captured.graph, _PASSES)
-        number_draws(graph)
-        is_lowered = self.options.lower == "inductor"
-        return captured, run_passes(graph, [LossGradient(), Masks(), Decompose()] if is_lowered else [])
-
-    def _remat(self, graph: StepGraph, kind: _Kind) -> list[Pass]:
-        """What is kept for the backward: decided for the model, not for each stage."""
-        budget = self.options.memory_budget
-        if not kind.is_training:
-            return []
-        if self.options.lower == "inductor":
-            return [fit_lowered_step(graph, budget)[0]]
-        if budget is not None:
-            return [fit_step(graph, budget, partial(run_passes, passes=[Reinplace()]))[0]]
-        return []
+        number_draws(captured.graph)
+        options = StepOptions(memory_budget=self.options.memory_budget, lower=self.options.lower)
+        return captured, begin(captured.graph, options, Hardware(), stages=_STAGES)
 
     def _forget_evaluations(self) -> None:
         """Earlier ones may have been cut elsewhere."""
@@ -428,4 +417,4 @@ def _lower_programs(found: CutGraph) -> None:
     """Make regions of the programs of all stages."""
     for stage in found.stages:
         for kind in Kind:
-            Lower().apply(stage.program(kind).graph)
+            run_passes(stage.program(kind).graph, [Lower()])
