@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -107,7 +108,7 @@ def test_the_table_of_two_ranks_gives_reasons(
     kinds = {"a": "stays", "b": "stays", "c": "moves", "d": "stays", "e": "moves"}
     buckets = [BucketPlan((key, "x"), 1024, kind == "moves", f"{kind}: because") for key, kind in kinds.items()]
     plan = DataParallelPlan(2, True, tuple(buckets), "1gbit,50us", 100.0, 50.0, 1600.0, exposed_us=1500.0)
-    monkeypatch.setattr(CompiledStep, "plan", plan)
+    monkeypatch.setattr(CompiledStep, "plan", SimpleNamespace(communication=plan))
     sides = tiny_sides("eager DDP", "wholestep", "slow link")
     print_result(
         Comparison(sides, 2, {name: Difference(0, 0) for name in ("wholestep", "slow link")}),

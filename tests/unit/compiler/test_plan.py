@@ -183,3 +183,8 @@ def test_a_refused_step_is_refused_with_a_plan_too() -> None:
 
     with pytest.raises(CaptureError, match="only known when the step runs"):
         wholestep.compile(branching, plan=step.plan)(model, optimizer, x)
+
+
+def test_the_documentation_has_the_table() -> None:
+    page = (Path(__file__).parents[3] / "docs" / "how_it_works.md").read_text(encoding="utf-8")
+    assert f"```\n{table()}\n```" in page
