@@ -35,6 +35,22 @@ def add_module(recorder: Recorder, module: nn.Module, label: str) -> None:
             _watch(recorder, namespace, name, part)
 
 
+def met_owner(recorder: Recorder, parameter: torch.Tensor, known: set[int]) -> nn.Module | Optimizer | None:
+    """A model or an optimizer that the step has come by, which takes no part until now, and has this parameter."""
+    for owner in recorder.met():
+        if id(owner) in recorder.known_modules or id(owner) in known or recorder.place_of(owner) is None:
+            continue
+        if isinstance(owner, nn.Module):
+            parameters = list(owner.parameters())
+        elif isinstance(owner, Optimizer):
+            parameters = [p for group in owner.param_groups for p in group["params"]]
+        else:
+            continue
+        if any(other is parameter for other in parameters):
+            return owner
+    return None
+
+
 def _watch(recorder: Recorder, owner: Any, key: str, part: Any) -> None:
     """Keep what a part of an owner holds, without expecting anything of it."""
     recorder.stands_at(part, Place(recorder.place_of(owner), Step.ITEM, key, part, Expectation.PRESENT))
