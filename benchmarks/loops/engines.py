@@ -13,12 +13,11 @@ from collections import OrderedDict, defaultdict, deque
 import numpy as np
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import nn
 
 from benchmarks.loops import World, edit, loop
-from benchmarks.loops.parts import ProgressMeter, SmallConvNet, images
-from benchmarks.loops.parts import AverageMeter as NamedMeter
-from benchmarks.loops.pieces import AverageMeter, SummaryWriter, accuracy, integers, mlp, normal
+from benchmarks.loops.parts import SmallConvNet, images
+from benchmarks.loops.pieces import AverageMeter, accuracy, integers, mlp, normal
 
 
 class SmoothedValue:
@@ -287,7 +286,12 @@ def reid_world() -> World:
         if engine.state.iteration % 2 == 0:
             logger.info(
                 "Epoch[{}] Iteration[{}/{}] Loss: {:.3f}, Acc: {:.3f}, Base Lr: {:.2e}".format(
-                    1, engine.state.iteration, 8, engine.state.metrics["avg_loss"], engine.state.metrics["avg_acc"], 0.01
+                    1,
+                    engine.state.iteration,
+                    8,
+                    engine.state.metrics["avg_loss"],
+                    engine.state.metrics["avg_acc"],
+                    0.01,
                 )
             )
 

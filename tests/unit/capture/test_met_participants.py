@@ -116,6 +116,6 @@ def test_a_wrapped_model_that_is_met() -> None:
 
     world = build()
     step = wholestep.compile(lambda engine, *batch: engine.run(batch))
-    with pytest.raises(CaptureError, match="wrapped in DataParallel.*Pass the plain module"):
+    with pytest.raises(CaptureError, match=r"wrapped in DataParallel.*Pass the plain module"):
         step(world.engine, X, Y)
     assert world.engine.state.iteration == 0

@@ -132,9 +132,18 @@ def give(recorder: Recorder, owner: Any, step: Step, key: Any, value: Any) -> No
     """Note an argument and, if it is a container of which the trace has a copy, what it holds."""
     if isinstance(value, torch.Tensor) and (twin := recorder.twins.of(value)) is not None:
         twin.given = (owner, step, key)
-    if isinstance(value, torch.Tensor) or is_plain(value) or type(value) is Number:
+    is_value = is_plain(value)
+    if (
+        isinstance(value, torch.Tensor)
+        or type(value) is Number
+        or (is_value and not (isinstance(value, tuple) and value))
+    ):
         return
     place = recorder.note(owner, step, key, value)
+    if is_value and place is not None and not place.is_given:
+        # The trace has a copy of it, too: what is read of it is noted item by item, and what nobody reads may change.
+        place.expectation = Expectation.OPEN
+        recorder.stands_at(value, place)
     opened = tree.opened(value)
     if place is None or opened is None or place.is_given:
         return

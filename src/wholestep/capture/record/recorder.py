@@ -401,9 +401,7 @@ class Recorder:
 
     def identify(self, owner: Any) -> None:
         """Something depends on which object this is, not only on what it holds."""
-        place = self._places.get(id(owner))
-        if place is not None and place.expectation is Expectation.OPEN:
-            place.expectation = Expectation.SAME
+        whole.identify(self, owner)
 
     def expect_content(self, array: np.ndarray[Any, Any]) -> None:
         """An array is read or written; where it was found its content is expected already."""
