@@ -107,6 +107,15 @@ def test_tuples_in_tuples() -> None:
     trained("len(given[0][0]) + given[1][0]", [((f"{'a' * (1 + number % 2)}",), (number, "b")) for number in range(4)])
 
 
+def test_sizes_in_containers() -> None:
+    trained("float(given[0][0])", [(torch.Size([1 + number % 2, 3]), 1) for number in range(4)])
+    trained("float(given[0][0])", [[torch.Size([1 + number % 2, 3])] for number in range(4)])
+
+
+def test_an_index_of_a_tensor() -> None:
+    trained("x[given].sum()", [(number % 3, number % 2) for number in range(4)])
+
+
 def test_what_nobody_reads_may_change() -> None:
     values = [("name", f"{number}.png", number) for number in range(4)]
     assert trained("len(given[0])", values).num_captures == 1
