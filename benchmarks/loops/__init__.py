@@ -20,7 +20,8 @@ World = SimpleNamespace
 """The models, optimizers, meters and counters of a script. Names that begin with `_` are not compared (clocks)."""
 
 ONE_IN = 10
-"""One in so many loops, chosen by name, is held back: nobody looks at it while the compiler changes."""
+"""One in so many loops, chosen by name, is held back: nobody looks at it while the compiler changes.
+So are loops that say so: they were added to test it, not to build it."""
 
 _HARNESS = ("run", "render", "trial")
 
@@ -59,10 +60,11 @@ class Loop:
     between: Callable[[World, Any, int], Any] | None = None
     closure: bool = False
     edit: Edit | None = None
+    held_back: bool = False
 
     @property
     def is_held_back(self) -> bool:
-        return zlib.crc32(self.name.encode()) % ONE_IN == 0
+        return self.held_back or zlib.crc32(self.name.encode()) % ONE_IN == 0
 
     def edited(self) -> Loop:
         """The same loop with its edit made."""

@@ -32,6 +32,7 @@ from torch.utils._sympy.printers import PythonPrinter
 from torch.utils._sympy.value_ranges import ValueRanges
 
 _SYMBOLIC = (torch.SymInt, torch.SymFloat, torch.SymBool)
+PACKING: tuple[Any, ...] = (torch._pack_padded_sequence, torch._pad_packed_sequence)
 _PRETENDED = {0: 4, 1: 3}
 _MANY = 3
 """What stands for a size of no row or one where the layout of many is wanted."""
@@ -396,3 +397,31 @@ def other_size(size: Any, number: int) -> int:
     known: dict[Any, Any] = vars(env).get("backed_var_to_val") or vars(env)["var_to_val"]  # renamed in 2.12
     values = {symbol: int(value) + number * (place + 1) for place, (symbol, value) in enumerate(known.items())}
     return int(size.node.expr.xreplace(values))
+
+
+_uses_mkldnn: list[bool] = []
+"""By trace in progress: whether eager uses oneDNN."""
+
+
+@contextlib.contextmanager
+def batch_size_choices(enabled: bool) -> Generator[None]:
+    """Switch convolution backends that are chosen by batch size (torch.backends.mkldnn.flags warns on CPU builds)."""
+    previous = torch._C._get_mkldnn_enabled()
+    _uses_mkldnn.append(previous)
+    with torch.backends.nnpack.flags(enabled=enabled):
+        torch._C._set_mkldnn_enabled(previous and enabled)
+        try:
+            yield
+        finally:
+            _uses_mkldnn.pop()
+            torch._C._set_mkldnn_enabled(previous)
+
+
+def call_with_fused_kernels(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Call a recurrent layer's function: unlike convolutions, these are traced as the kernels that are chosen now."""
+    before = torch._C._get_mkldnn_enabled()
+    torch._C._set_mkldnn_enabled(before or any(_uses_mkldnn[-1:]))
+    try:
+        return function(*args, **kwargs)
+    finally:
+        torch._C._set_mkldnn_enabled(before)

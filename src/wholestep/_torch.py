@@ -315,18 +315,6 @@ def with_symbolic_sizes(function: Callable[..., Any]) -> Callable[..., Any]:
     return lambda *args, **kwargs: call_with_symbolic_sizes(function, args, kwargs)
 
 
-@contextlib.contextmanager
-def _batch_size_choices(enabled: bool) -> Generator[None]:
-    """Switch convolution backends that are chosen by batch size (torch.backends.mkldnn.flags warns on CPU builds)."""
-    previous = torch._C._get_mkldnn_enabled()
-    with torch.backends.nnpack.flags(enabled=enabled):
-        torch._C._set_mkldnn_enabled(previous and enabled)
-        try:
-            yield
-        finally:
-            torch._C._set_mkldnn_enabled(previous)
-
-
 def trace(function: Callable[[], Any], mode: FakeTensorMode, *, symbolic_sizes: bool) -> fx.GraphModule:
     """Run `function` and record every aten op it reaches, below autograd, as one FX graph.
 
@@ -341,7 +329,7 @@ def trace(function: Callable[[], Any], mode: FakeTensorMode, *, symbolic_sizes: 
         _disable_saved_tensors_hooks_during_tracing(),
         torch.autograd.set_multithreading_enabled(False),
         torch.random.fork_rng(devices=[]),
-        _batch_size_choices(enabled=not symbolic_sizes),
+        _sizes_torch.batch_size_choices(enabled=not symbolic_sizes),
         _use_lazy_graph_module(True),  # the code generated here is thrown away: the graph is edited first
         _sizes_torch.remembered_arithmetic(),
     ):

@@ -240,11 +240,9 @@ def capture(
 def _capture(call: _Call) -> Capture:
     started = time.perf_counter()
     function, args, kwargs, dynamic_dims = call.function, call.args, call.kwargs, call.dynamic_dims
-    refusals.refuse_wrappers(call.found, function)
-    if dynamic_dims:
-        refusals.refuse_recurrent(call.found)
     with blank.where_made(_tensors(call.found, args, kwargs)):
         call, module, result = _trace_until_complete(call)
+    discover.require_any(call.found, function)
     graph, asked = build.build_graph(module, call.session, result, call.bindings)
     indifferent = _indifferent_parameters(call, graph)
     graph.accumulating = _accumulating(call, indifferent)
@@ -284,6 +282,9 @@ def _tensors(found: Reachable, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
 def _trace(call: _Call) -> tuple[_Call, fx.GraphModule, Collected]:
     """Trace one call; whatever the step raises becomes a `CaptureError`."""
     function, found = call.function, call.found
+    refusals.refuse_wrappers(found, function)
+    if call.dynamic_dims:
+        refusals.refuse_recurrent(found)
     call.states, call.session.made_of_rates = state_before(found.optimizers)
     call.flags = {name: options.flags(opt) for name, opt in found.optimizers.items()}
     collected: list[Collected] = []
@@ -377,10 +378,9 @@ def _recording(call: _Call, result: Collected, graph: StepGraph) -> Recording:
     recorder.settle()
     program = Program(recorder.ledger, needed, tuple(recorder.generators))
     recorder.ledger.symbol_of, recorder.ledger.text_later = _no_symbol, None  # or kept numbers would keep the trace
-    symbolic = frozenset(call.numbers)
     recorder.late.end()
     return Recording(
-        *(tuple(recorder.roots), program, result.effects, symbolic),
+        *(tuple(recorder.roots), program, result.effects, frozenset(call.numbers)),
         *(call.session.numbers, call.session.current, result.late, tuple(call.session.looks.requirements)),
     )
 

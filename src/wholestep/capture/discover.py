@@ -112,7 +112,7 @@ def fingerprint(value: Any, depth: int = 3) -> Any:
 def reachable(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Reachable:
     """Collect models, optimizers and free values; a module inside another found module is not listed again.
 
-    Raises `CaptureError` when there is no model at all: then the function is no train step.
+    None at all may be found: those that the step only gets to through other functions are met while it is traced.
     """
     modules: dict[str, nn.Module] = {}
     optimizers: dict[str, Optimizer] = {}
@@ -136,14 +136,18 @@ def reachable(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[
             _sort(name, place.read(), modules, optimizers)
     inner = {id(child) for module in modules.values() for child in module.modules() if child is not module}
     modules = {name: module for name, module in modules.items() if id(module) not in inner}
-    if not modules:
+    optimizers, wrappers = inner_optimizers(optimizers)
+    return Reachable(modules, optimizers, free_values, wrappers)
+
+
+def require_any(found: Reachable, function: Callable[..., Any]) -> None:
+    """Refuse a step in which no model and no optimizer was found or met: it is no train step."""
+    if not found.modules and not found.optimizers:
         raise CaptureError(
             f"no torch.nn.Module is among the arguments, closure or globals of {_name(function)}",
             location=source.location_of(function),
             advice="Pass the model as an argument of the train step",
         )
-    optimizers, wrappers = inner_optimizers(optimizers)
-    return Reachable(modules, optimizers, free_values, wrappers)
 
 
 def with_missed(found: Reachable, owner: nn.Module | Optimizer) -> Reachable:

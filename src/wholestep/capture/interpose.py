@@ -24,7 +24,7 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.overrides import TorchFunctionMode
 
-from wholestep import _autograd_torch, _branches_torch, _recording_torch, _torch
+from wholestep import _autograd_torch, _branches_torch, _recording_torch, _sizes_torch, _torch
 from wholestep._threads import only_where
 from wholestep.capture import fused, indexing, remedies, source
 from wholestep.capture.record import LateArray, Number
@@ -50,6 +50,7 @@ _READS_A_VALUE = {
 # More than a number: an array, or text.
 _SHOWS_A_VALUE = (torch.Tensor.numpy, torch.Tensor.__array__, torch.Tensor.__format__, torch.Tensor.__repr__)
 _NO_SYMBOLIC_KERNEL = (F.pad, torch.constant_pad_nd, F.linear)
+_RECURRENT = (torch.lstm, torch.gru, torch.rnn_tanh, torch.rnn_relu)
 _DIFFERENCES: dict[Callable[..., Any], Callable[..., Any]] = {
     torch.sub: torch.add,
     torch.subtract: torch.add,
@@ -128,6 +129,12 @@ class Interposer(TorchFunctionMode):
                 "makes a nested tensor, which cannot be traced",
                 "Make the layer with enable_nested_tensor=False (torch.nn.TransformerEncoder)",
             )
+        if func in _sizes_torch.PACKING:
+            self.session.recorder.refuse(
+                "packs sequences of several lengths, whose sizes values decide",
+                "Give the layer padded sequences and mask what it returns, or compile with "
+                'on_refusal="eager", which runs it as it is',
+            )
         if func in fused.FUNCTIONS:
             return fused.call(self.session, func, args, kwargs)
         if indexing.fills_where(func, args):
@@ -150,6 +157,13 @@ class Interposer(TorchFunctionMode):
             return _assign_data(self.session, *args)
         if self.session.has_symbolic_sizes and func in _NO_SYMBOLIC_KERNEL:
             return _torch.call_with_symbolic_sizes(func, args, kwargs)
+        if self.session.has_symbolic_sizes and func in _RECURRENT:
+            if func is torch.lstm and _has_symbolic_size(args):
+                self.session.recorder.refuse(
+                    "gives an LSTM a tensor whose size is decided by values",
+                    "Give it rows of a fixed number: mask its result instead",
+                )
+            return _sizes_torch.call_with_fused_kernels(func, args, kwargs)
         self.session.fake_mode.draws_out_of_place = func in _OUT_OF_PLACE
         try:
             return func(*args, **kwargs)
@@ -171,6 +185,11 @@ class Interposer(TorchFunctionMode):
         if type(value) is dict:
             return {key: self._with_twins(item) for key, item in value.items()}
         return value
+
+
+def _has_symbolic_size(args: Iterable[Any]) -> bool:
+    tensors = [arg for arg in args if isinstance(arg, torch.Tensor)]
+    return any(isinstance(size, torch.SymInt) for tensor in tensors for size in tensor.shape)
 
 
 def _is_of_one_number(func: Callable[..., Any], tensor: Any) -> bool:

@@ -21,6 +21,7 @@ from wholestep.capture import binding, blank, source
 from wholestep.capture.leftovers import HandedOut
 from wholestep.capture.optimizer_state import defaults, rates_of, refuse_other_defaults, refuse_other_rates
 from wholestep.capture.questions import Questions
+from wholestep.capture.record import participants
 from wholestep.capture.record.again import Missed
 from wholestep.capture.record.numbers import Number, is_late, name_of, settled, value_of
 from wholestep.capture.record.places import Rooted, Step, find
@@ -223,6 +224,9 @@ class Session:
         if known is not None:
             return known
         if real.requires_grad:
+            owner = participants.met_owner(self.recorder, real, self.optimizers)
+            if owner is not None:
+                raise Missed(owner)
             raise CaptureError(
                 f"the step uses a trainable tensor of shape {list(real.shape)} that belongs to no model it was given",
                 location=source.current_location(),

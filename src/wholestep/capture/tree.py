@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import math
 from collections.abc import Callable, Iterable, Mapping, MutableMapping
 from typing import Any, NamedTuple
 
@@ -107,6 +108,9 @@ def _close(value: Any, keys: tuple[Any, ...], children: list[Any]) -> Any:
 
 class SizeTemplate(tuple[Any, ...]):
     """A `torch.Size` whose items are no plain numbers (yet)."""
+
+    def numel(self) -> Any:
+        return math.prod(self)
 
 
 def _new_mapping(kind: Any, content: dict[Any, Any]) -> Any:

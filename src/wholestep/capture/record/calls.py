@@ -318,7 +318,7 @@ def _object_method(recorder: Recorder, owner: Any, function: Any, args: tuple[An
 def _give(recorder: Recorder, args: tuple[Any, ...], kwargs: dict[str, Any], *, is_kept: bool = False) -> None:
     """Arguments of a call that cannot be followed: read whole, maybe written to, and called; or only kept."""
     given = (*args, *kwargs.values())
-    for arg in whole.reached(recorder, given) if not is_kept else _handed_on(given):
+    for arg in whole.reached(recorder, given) if not is_kept else _handed_on(recorder, given):
         if isinstance(arg, torch.Tensor):
             continue
         if not is_kept:
@@ -337,13 +337,13 @@ def _give(recorder: Recorder, args: tuple[Any, ...], kwargs: dict[str, Any], *, 
             recorder.might_change(arg)
 
 
-def _handed_on(values: Iterable[Any]) -> Iterator[Any]:
+def _handed_on(recorder: Recorder, values: Iterable[Any]) -> Iterator[Any]:
     """Arguments that are put away, and what is in lists among them."""
     for value in values:
-        if not is_plain(value):
+        if not is_plain(value) or recorder.place_of(value) is not None:
             yield value
             if type(value) in (list, tuple):
-                yield from _handed_on(value)
+                yield from _handed_on(recorder, value)
 
 
 def _with_numbers(recorder: Recorder, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -33,7 +33,7 @@ _active: list[Recorder] = []
 _HOOKS: Hooks = {}
 
 # Nothing to be noted when these are read from or computed with.
-_QUIET: frozenset[type] = PLAIN_TYPES | {Number, torch.Size}
+_QUIET: frozenset[type] = PLAIN_TYPES | {Number}
 _FIRST_IN_PLACE = 13
 """Of the operators that bytecode numbers, `+=` is the first in place."""
 
@@ -113,7 +113,9 @@ def _item(owner: Any, key: Any) -> Any:
         return owner
     if recorder.late.has_texts:
         texts.refuse_in_instruction(recorder, "item", (owner, key))
-    if type(owner) in _QUIET or (isinstance(owner, torch.Tensor) and is_plain(key)):
+    if type(owner) in _QUIET:
+        return owner
+    if isinstance(owner, torch.Tensor) and is_plain(key) and recorder.place_of(key) is None:
         return owner
     recorder.is_deaf = True
     try:

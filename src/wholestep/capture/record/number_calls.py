@@ -31,7 +31,8 @@ _HOLDING = frozenset(["builtins", "itertools", "functools", "_functools", "opera
 }
 OF_NUMBERS = frozenset([*(f for f in vars(math).values() if isinstance(f, types.BuiltinFunctionType)), float, int])
 """What gives a number for a tensor as well: it asks for its value."""
-ON_NUMBERS = OF_NUMBERS | {abs, round, pow, np.isfinite, np.isnan, np.isinf}
+_UFUNCS = (np.isfinite, np.isnan, np.isinf, np.minimum, np.maximum, np.power, np.sqrt, np.exp, np.log, np.cos, np.sin)
+ON_NUMBERS = OF_NUMBERS | {abs, round, pow, *_UFUNCS}
 
 
 def _bisect_right(a: Any, x: Any, lo: int = 0, hi: int | None = None, *, key: Any = None) -> int:

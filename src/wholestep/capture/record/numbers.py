@@ -427,7 +427,11 @@ def _called_late(ledger: Ledger, function: Callable[..., Any], args: tuple[Any, 
         return function(*map(of, args), **{key: of(value) for key, value in kwargs.items()})
 
     is_choice = function in (max, min)
-    kinds = tuple(dict.fromkeys(k for v in given for k in kinds_of(v))) if is_choice else _kinds_of_result(call, given)
+    if is_choice:
+        kinds = tuple(dict.fromkeys(k for v in given for k in kinds_of(v)))
+    else:
+        with np.errstate(all="ignore"):  # what is tried are no values of the step
+            kinds = _kinds_of_result(call, given)
     if kinds[0] not in (*_PLAIN_NUMBERS, np.bool_):  # several numbers
         return call(settled)
     result = Later(kinds, lambda: call(value_of))

@@ -35,6 +35,22 @@ def add_module(recorder: Recorder, module: nn.Module, label: str) -> None:
             _watch(recorder, namespace, name, part)
 
 
+def met_owner(recorder: Recorder, parameter: torch.Tensor, known: set[int]) -> nn.Module | Optimizer | None:
+    """A model or an optimizer that the step has come by, which takes no part until now, and has this parameter."""
+    for owner in recorder.met():
+        if id(owner) in recorder.known_modules or id(owner) in known or recorder.place_of(owner) is None:
+            continue
+        if isinstance(owner, nn.Module):
+            parameters = list(owner.parameters())
+        elif isinstance(owner, Optimizer):
+            parameters = [p for group in owner.param_groups for p in group["params"]]
+        else:
+            continue
+        if any(other is parameter for other in parameters):
+            return owner
+    return None
+
+
 def _watch(recorder: Recorder, owner: Any, key: str, part: Any) -> None:
     """Keep what a part of an owner holds, without expecting anything of it."""
     recorder.stands_at(part, Place(recorder.place_of(owner), Step.ITEM, key, part, Expectation.PRESENT))
@@ -116,9 +132,18 @@ def give(recorder: Recorder, owner: Any, step: Step, key: Any, value: Any) -> No
     """Note an argument and, if it is a container of which the trace has a copy, what it holds."""
     if isinstance(value, torch.Tensor) and (twin := recorder.twins.of(value)) is not None:
         twin.given = (owner, step, key)
-    if isinstance(value, torch.Tensor) or is_plain(value) or type(value) is Number:
+    is_value = is_plain(value)
+    if (
+        isinstance(value, torch.Tensor)
+        or type(value) is Number
+        or (is_value and not (isinstance(value, tuple) and value))
+    ):
         return
     place = recorder.note(owner, step, key, value)
+    if is_value and place is not None and not place.is_given:
+        # The trace has a copy of it, too: what is read of it is noted item by item, and what nobody reads may change.
+        place.expectation = Expectation.OPEN
+        recorder.stands_at(value, place)
     opened = tree.opened(value)
     if place is None or opened is None or place.is_given:
         return

@@ -134,6 +134,10 @@ class Recorder:
         """Where an object was found; None for one that the step has made itself."""
         return self._places.get(id(owner))
 
+    def met(self) -> list[Any]:
+        """What the step has read until now, in this order."""
+        return self._alive
+
     def manage(self, owner: Any, noted: dict[str, Any] | None = None, *, is_watched: bool = False) -> None:
         """Leave an owner out, but for reads of some of its items: somebody else looks after it (optimizer state).
 
@@ -397,9 +401,7 @@ class Recorder:
 
     def identify(self, owner: Any) -> None:
         """Something depends on which object this is, not only on what it holds."""
-        place = self._places.get(id(owner))
-        if place is not None and place.expectation is Expectation.OPEN:
-            place.expectation = Expectation.SAME
+        whole.identify(self, owner)
 
     def expect_content(self, array: np.ndarray[Any, Any]) -> None:
         """An array is read or written; where it was found its content is expected already."""

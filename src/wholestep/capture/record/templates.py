@@ -253,9 +253,9 @@ class Templates:
             parts = tuple(pieces(value))
             self.late_numbers |= {piece for piece, is_name in parts if is_name}
             return Text(parts)
-        if is_plain(value) and not _has_text(value):
-            return Constant(value)
         place = self._place_of(value)
+        if place is None and is_plain(value) and not _has_text(value):
+            return Constant(value)
         if place is not None:
             return Constant(value) if place.expectation is Expectation.SAME else Existing(place.path)
         if id(value) in self._known:

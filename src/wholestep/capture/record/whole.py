@@ -73,6 +73,16 @@ def _parts(recorder: Recorder, owner: Any) -> Iterator[Any]:
         yield value
 
 
+def identify(recorder: Recorder, owner: Any) -> None:
+    """Something depends on which object this is; tuples are compared by what they hold, and hashed by it."""
+    if isinstance(owner, (tuple, frozenset)):
+        read_reached(recorder, owner)
+        return
+    place = recorder.place_of(owner)
+    if place is not None and place.expectation is Expectation.OPEN:
+        place.expectation = Expectation.SAME
+
+
 VIEWS = (type({}.keys()), type({}.values()), type({}.items()))
 _LEFT_ALONE = (type, FunctionType, GeneratorType, ModuleType, nn.Module, Optimizer, torch.Tensor)
 """What tells itself what it does, or is looked after by others."""
@@ -84,7 +94,7 @@ def reached(recorder: Recorder, given: Iterable[Any]) -> Iterator[Any]:
     pending, kept = [*given], dict[int, Any]()
     while pending:
         part = pending.pop()
-        if is_plain(part) or is_number(part) or id(part) in kept:
+        if id(part) in kept or is_number(part) or (is_plain(part) and recorder.place_of(part) is None):
             continue
         kept[id(part)] = part  # or an object that is made on the way might get the place of another in memory
         yield part
