@@ -46,7 +46,7 @@ from wholestep.capture.discover import Reachable
 from wholestep.capture.functional import Functional
 from wholestep.capture.interpose import interposed, others_waiting
 from wholestep.capture.layouts import new_fake_mode
-from wholestep.capture.leftovers import HandedOut
+from wholestep.capture.leftovers import HandedOut, garbage_collection_paused
 from wholestep.capture.looks import Looks
 from wholestep.capture.optimizer_state import State, state_before
 from wholestep.capture.questions import Answers, Asked, Questions
@@ -229,7 +229,7 @@ def capture(
     Raises `CaptureError` with the user's file and line when the step cannot be captured as one graph.
     """
     refusals.refuse_nested(function)
-    with one_at_a_time(), failures.told(function):
+    with one_at_a_time(), garbage_collection_paused(), failures.told(function):
         handed_out = HandedOut()
         call = (function, args, kwargs, discover.reachable(function, args, kwargs))
         captured = _capture(_Call(*call, dynamic_dims, zero_gradients, numbers, answers, handed_out))

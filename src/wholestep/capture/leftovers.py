@@ -7,9 +7,11 @@ tensor that a trace hands out is remembered weakly; when the trace is over, none
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import types
 import weakref
+from collections.abc import Generator
 from typing import Any
 
 import torch
@@ -18,6 +20,21 @@ from wholestep.errors import CaptureError
 
 _GENERATIONS = (0, 1, 2)
 _MAX_LAYERS = 6
+
+
+@contextlib.contextmanager
+def garbage_collection_paused() -> Generator[None]:
+    """Compiling makes very many long-lived objects; walking them over and over frees nothing and takes its time.
+
+    What a trace leaves in cycles stays young meanwhile, and the young are collected in no time (`require_gone`).
+    """
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
 
 
 class HandedOut:

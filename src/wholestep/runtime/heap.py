@@ -8,13 +8,10 @@ keeps their memory in any case.
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import functools
-import gc
 import logging
 import platform
-from collections.abc import Generator
 
 logger = logging.getLogger(__name__)
 
@@ -35,15 +32,3 @@ def keep_freed_memory() -> bool:
     done = bool(mallopt(_MMAP_THRESHOLD, _LARGEST_BYTES)) and bool(mallopt(_TRIM_THRESHOLD, _NEVER))
     logger.info("memory that is freed stays with the process: %s", "yes" if done else "glibc refused")
     return done
-
-
-@contextlib.contextmanager
-def garbage_collection_paused() -> Generator[None]:
-    """Compiling makes very many long-lived objects; walking them over and over frees nothing and takes its time."""
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_enabled:
-            gc.enable()

@@ -13,7 +13,7 @@ from typing import Any, Self
 
 from wholestep import _waiting_torch
 from wholestep._threads import let_others_capture, one_at_a_time
-from wholestep.capture import Capture, capture, discover
+from wholestep.capture import Capture, capture, discover, garbage_collection_paused
 from wholestep.capture.record import OnlyInEager, OtherOutcome, Raises, raises_of_a_value
 from wholestep.compiler import (
     Draft,
@@ -36,7 +36,7 @@ from wholestep.runtime.arguments import refuse_tensor_keys, refuse_unplannable
 from wholestep.runtime.data_parallel import Replicas
 from wholestep.runtime.dynamic import choose_dynamic_dims, fewer_dims, what_is_fixed
 from wholestep.runtime.guards import Call
-from wholestep.runtime.heap import garbage_collection_paused, keep_freed_memory
+from wholestep.runtime.heap import keep_freed_memory
 from wholestep.runtime.measured import Measured, run_measured
 from wholestep.runtime.pending import flush_all, flush_others
 from wholestep.runtime.rotation import Rotation

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 import wholestep
 from wholestep import _torch
+from wholestep.capture import capture
 from wholestep.capture.leftovers import HandedOut
 from wholestep.capture.record import follow
 from wholestep.errors import CaptureError
@@ -72,6 +73,26 @@ def test_cycles_are_not_kept() -> None:
         handed_out.require_gone()
     finally:
         gc.enable()
+
+
+def test_a_capture_looks_among_the_young_only() -> None:
+    """A full collection walks over all that the process holds, which takes longer than most captures."""
+    world = small_world()()
+    gc.collect()
+    generations: list[int] = []
+
+    def note(phase: str, info: dict[str, int]) -> None:
+        generations.append(info["generation"])
+
+    thresholds = gc.get_threshold()
+    gc.callbacks.append(note)
+    gc.set_threshold(100, 2, 2)  # what survives two collections is old
+    try:
+        capture(square_step, (world.model, world.optimizer, torch.randn(4, 4)), {})
+    finally:
+        gc.set_threshold(*thresholds)
+        gc.callbacks.remove(note)
+    assert 2 not in generations
 
 
 def test_a_capture_leaves_nothing() -> None:
