@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import operator
 from collections.abc import Callable
 from typing import Any
@@ -55,6 +56,7 @@ def trial(model: nn.Module, x: Tensor = X, function: Callable[..., Any] = step) 
     return Trial.of(function, model, SGD(model.parameters(), lr=0.1, foreach=False), x)
 
 
+@functools.cache
 def three() -> Trial:
     return trial(Parts(a=torch.ones(2), b=torch.ones(3, 2), c=torch.ones(4)))
 

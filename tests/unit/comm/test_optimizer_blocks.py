@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import pytest
@@ -32,6 +32,7 @@ def step(model: nn.Module, optimizer: Optimizer, x: Tensor) -> Tensor:
     return loss
 
 
+@cache
 def trial(make: Callable[..., Optimizer], function: Callable[..., Any] = step, *, groups: bool = False) -> Trial:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3))

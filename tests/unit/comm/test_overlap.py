@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import pytest
@@ -35,6 +35,7 @@ def step(model: nn.Module, optimizer: Optimizer, x: Tensor) -> Tensor:
 PLAIN = partial(SGD, lr=0.1, foreach=False)
 
 
+@cache
 def trial(make: Callable[..., Optimizer] = PLAIN, function: Any = step) -> Trial:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import pytest
@@ -56,12 +56,14 @@ def averaging(model: nn.Module, optimizer: Optimizer, average: nn.Module, x: Ten
 MOMENTUM: Callable[..., Optimizer] = partial(SGD, lr=0.1, momentum=0.9)
 
 
+@cache
 def trial(make: Callable[..., Optimizer] = MOMENTUM) -> Trial:
     torch.manual_seed(0)
     model = Counting()
     return Trial.of(step, model, make(model.parameters()), X)
 
 
+@cache
 def averaging_trial() -> Trial:
     torch.manual_seed(0)
     model, average = nn.Linear(4, 4), nn.Linear(4, 4).requires_grad_(False)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import pytest
@@ -48,6 +48,7 @@ def returning(model: Any, optimizer: Optimizer, x: Tensor) -> Tensor:
 MAKE: Callable[..., Optimizer] = partial(AdamW, fused=True)
 
 
+@cache
 def trial(function: Callable[..., Any] = step, make: Callable[..., Optimizer] = MAKE) -> Trial:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4))
