@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -85,6 +86,12 @@ class Stack(nn.Module):
         return x
 
 
+@functools.cache
+def stack_step() -> MicroStep:
+    """The step of a stack without marks, for tests that only read it."""
+    return step_of(Stack())
+
+
 # Marks
 
 
@@ -144,7 +151,7 @@ def test_marks_in_a_loop_are_found_again_behind_passes(passes: str) -> None:
 def test_a_mark_means_the_same_place_as_the_module_behind_it() -> None:
     torch.manual_seed(0)
     marked = planned(step_of(Stack([1, 3])))
-    named = planned(step_of(Stack()), points={"blocks.1": BEGINNING, "blocks.3": BEGINNING})
+    named = planned(stack_step(), points={"blocks.1": BEGINNING, "blocks.3": BEGINNING})
     assert marked.borders == named.borders
 
 
@@ -264,7 +271,7 @@ def test_marks_with_nothing_between_them_are_refused(before: int, between: int, 
 
 
 def test_both_sides_of_a_module() -> None:
-    step = step_of(Stack())
+    step = stack_step()
     plan = planned(step, points={"blocks.2": [BEGINNING, END]})
     names = modules_by_stage(step, plan)
     assert names[1] == {"blocks.2", "blocks.2.first", "blocks.2.second"}
@@ -275,7 +282,7 @@ def test_both_sides_of_a_module() -> None:
 
 
 def test_a_module_inside_another() -> None:
-    step = step_of(Stack())
+    step = stack_step()
     plan = planned(step, points=["blocks.3.second"])
     assert "blocks.3.first" in modules_by_stage(step, plan)[0]
     assert "blocks.3.second" in modules_by_stage(step, plan)[1]
@@ -342,7 +349,7 @@ def test_a_module_that_another_one_runs_counts_for_both() -> None:
     ],
 )
 def test_a_name_that_does_not_do_is_refused_by_name(name: str, message: str) -> None:
-    step = step_of(Stack())
+    step = stack_step()
     with pytest.raises(SplitError) as error:
         planned(step, points={name: BEGINNING})
     assert str(error.value) == message
@@ -354,7 +361,7 @@ def test_long_lists_of_modules_are_cut_short() -> None:
 
 
 def test_two_names_for_one_place_are_refused() -> None:
-    step = step_of(Stack())
+    step = stack_step()
     with pytest.raises(SplitError) as error:
         planned(step, points={"blocks.1": END, "blocks.2": BEGINNING})
     assert str(error.value) == (
@@ -371,19 +378,19 @@ def test_two_names_for_one_place_are_refused() -> None:
 )
 def test_points_of_another_kind_are_refused(points: Any, message: str) -> None:
     with pytest.raises(SplitError, match=message):
-        planned(step_of(Stack()), points=points)
+        planned(stack_step(), points=points)
 
 
 def test_marks_and_names_add_up() -> None:
     step = step_of(Stack([2]))
     plan = planned(step, points=["blocks.4"], num_stages=3)
-    assert plan.borders == planned(step_of(Stack()), points=["blocks.2", "blocks.4"]).borders
+    assert plan.borders == planned(stack_step(), points=["blocks.2", "blocks.4"]).borders
     with pytest.raises(SplitError, match=r"the borders that are given \(pipe_split\(\) at .*\) make 2 stages, not 4"):
         planned(step, num_stages=4)
 
 
 def test_something_has_to_say_where_to_cut() -> None:
-    step = step_of(Stack())
+    step = stack_step()
     with pytest.raises(
         SplitError, match="nothing says where to cut: give num_stages, points or a policy, or call pipe_split"
     ):
@@ -405,7 +412,7 @@ def test_a_policy_sees_modules_in_order_with_their_costs() -> None:
         blocks = [layer for layer in layers if layer.kind == "Block"]
         return [layer.name for layer in blocks[2::2]]
 
-    step = step_of(Stack())
+    step = stack_step()
     plan = planned(step, policy=policy)
     assert [stage.where for stage in plan.stages[1:]] == ["the beginning of 'blocks.2'", "the beginning of 'blocks.4'"]
     assert {stage.reason for stage in plan.stages[1:]} == {"by policy"}
@@ -420,7 +427,7 @@ def test_a_policy_sees_modules_in_order_with_their_costs() -> None:
 
 
 def test_what_a_policy_must_return() -> None:
-    step = step_of(Stack())
+    step = stack_step()
     assert planned(step, policy=lambda _: {"blocks.1": END}).stages[1].where == "the end of 'blocks.1'"
     with pytest.raises(SplitError, match="a split policy returns names of modules, not NoneType"):
         planned(step, policy=lambda _: None)  # pyright: ignore[reportArgumentType]
