@@ -33,6 +33,8 @@ import torch
 import torch.distributed as dist
 
 PRELOADED = ["torch", "torch.distributed", "torch.nn.parallel", "wholestep", "wholestep.zoo", "tests.parity"]
+# What the first trace of a process imports, which takes longer than the trace.
+PRELOADED += ["torch.export._trace", "torch.fx.experimental.validator", "sympy.tensor.tensor"]
 
 AFTER_FAILURE_S = 5.0
 """How long the other ranks may go on once one has failed: their peer is gone, so they fail soon or never."""
