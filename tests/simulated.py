@@ -199,7 +199,7 @@ def _is_equal(left: Any, right: Any) -> bool:
 
 @dataclass(frozen=True)
 class Trial:
-    """A captured step, functional, with the values it would be called with. Nothing here changes it: it may be shared."""
+    """A captured step, functional, with the values it would be called with. Nothing here changes it: tests share it."""
 
     graph: StepGraph
     state: dict[str, Any]

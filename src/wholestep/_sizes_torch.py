@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import math
+import threading
 from collections.abc import Callable, Generator, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -30,6 +31,8 @@ from torch.utils._sympy.functions import ToFloat
 from torch.utils._sympy.numbers import int_oo
 from torch.utils._sympy.printers import PythonPrinter
 from torch.utils._sympy.value_ranges import ValueRanges
+
+from wholestep._threads import only_where
 
 _SYMBOLIC = (torch.SymInt, torch.SymFloat, torch.SymBool)
 PACKING: tuple[Any, ...] = (torch._pack_padded_sequence, torch._pad_packed_sequence)
@@ -247,18 +250,29 @@ def _nothing(*_: Any, **__: Any) -> None:
 
 
 @contextlib.contextmanager
-def no_bookkeeping(env: SizesEnv) -> Generator[None]:
-    """Note no branch of what only keeps books: what kind of memory a node's tensor is in, how a wrapper is laid out."""
+def no_bookkeeping(env: ShapeEnv | None) -> Generator[None]:
+    """Do without what torch writes down of the memory of each node, which nobody here reads, and what it would ask.
+
+    Where values decide sizes, no branch is noted either of how a wrapper is laid out.
+    """
+    thread, original = threading.get_ident(), proxy_tensor._extract_tensor_metadata
+    chosen = only_where(lambda: threading.get_ident() == thread, _nothing, original)
+    with (
+        mock.patch.object(proxy_tensor, "_extract_tensor_metadata", chosen),
+        _wrapped_quietly(env) if isinstance(env, SizesEnv) else contextlib.nullcontext(),
+    ):
+        yield
+
+
+@contextlib.contextmanager
+def _wrapped_quietly(env: SizesEnv) -> Generator[None]:
     original = FunctionalTensor.__new__
 
     def wrapped(cls: type, *args: Any, **options: Any) -> Any:
         with env.quiet():
             return original(cls, *args, **options)
 
-    with (
-        mock.patch.object(proxy_tensor, "_extract_tensor_metadata", _nothing),
-        mock.patch.object(FunctionalTensor, "__new__", wrapped),
-    ):
+    with mock.patch.object(FunctionalTensor, "__new__", wrapped):
         yield
 
 

@@ -321,9 +321,8 @@ def trace(function: Callable[[], Any], mode: FakeTensorMode, *, symbolic_sizes: 
     Convolutions ask for the batch size to choose a backend, which would pin a symbolic one to a range; as the ops
     of the graph choose again when they run, the choice is switched off while sizes are symbolic.
     """
-    env = mode.shape_env
     with (
-        _sizes_torch.no_bookkeeping(env) if isinstance(env, _sizes_torch.SizesEnv) else contextlib.nullcontext(),
+        _sizes_torch.no_bookkeeping(mode.shape_env),
         mode,
         fx_traceback.preserve_node_meta(),
         _disable_saved_tensors_hooks_during_tracing(),
