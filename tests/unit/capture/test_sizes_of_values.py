@@ -138,7 +138,7 @@ LOSSES = {
     cross_entropy: 1,
     divided_by_rows: 1,
     divided_by_mask: 1,
-    selected: 1,
+    selected: 2,
     assigned: 1,
     assigned_rows: 2,
     assigned_vector: 3,
@@ -169,7 +169,7 @@ def test_parity_whatever_the_first_call_has(loss, count: int) -> None:
     twins = trained(loss)
     for seed, rows in enumerate((count, 4, 3, 0, 1, 9, 2)):
         twins.step(*batch(rows, seed))
-    assert twins.num_captures <= 3, twins.reasons
+    assert twins.num_captures <= max(3, LOSSES[loss]), twins.reasons
 
 
 def test_dynamic_batches_and_sizes_of_values_together() -> None:
