@@ -141,6 +141,7 @@ def test_a_warning_that_the_test_ignores_is_ignored_on_the_ranks() -> None:
     assert run_ranks(_warn, 2) == [None, None]
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("case", ["mlp", "resnet"])
 @pytest.mark.parametrize("num_ranks", [2, 4])
 def test_ddp_is_equal_to_itself_with_other_buckets(case: str, num_ranks: int) -> None:

@@ -101,7 +101,7 @@ def of_one_size(plan: Plan) -> Plan:
     return dataclasses.replace(plan, sizes=plan.sizes[:1] * STEPS, dynamic_batch=False)
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("num_steps", [2, pytest.param(30, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_pipelines_on_random_steps(family: str, num_steps: int) -> None:
