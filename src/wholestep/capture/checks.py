@@ -28,7 +28,7 @@ from torch import fx
 
 from wholestep.capture import source
 from wholestep.capture.questions import ancestors
-from wholestep.capture.record.numbers import Number, ledger_of, name_of
+from wholestep.capture.record.numbers import Number, function_behind
 from wholestep.graph import ops
 
 aten = torch.ops.aten
@@ -73,9 +73,8 @@ def _is_torchs(filename: str) -> bool:
 
 def _is_of_finiteness(number: Number) -> bool:
     """`math.isfinite(loss.item())`."""
-    line = next((line for line in ledger_of(number).lines if line.startswith(f"{name_of(number)} = ")), "")
-    function = line.partition(" = ")[2].partition("(")[0]
-    return any(ledger_of(number).constants.get(function) is known for known in _OF_FINITENESS)
+    function = function_behind(number)
+    return any(function is known for known in _OF_FINITENESS)
 
 
 def _tells_finiteness(node: fx.Node) -> bool:

@@ -130,7 +130,6 @@ def _innermost_user_frame() -> FrameType | None:
 
 _READS_BY_NAME = {
     "__bool__": "an `if`, `while`, `and` or bool() on a tensor",
-    "_compared": "a comparison",
     "tolist": ".tolist()",
     "__float__": "float()",
     "__int__": "int()",
@@ -145,10 +144,12 @@ _READS_BY_NAME = {
 def what_reads(default: str = "use of a number") -> str:
     """How the user has asked for a value: what stands for it has methods that are called on the way."""
     frame, asked = inspect.currentframe(), default
+    is_compared = False
     while frame is not None and not is_user_file(frame.f_code.co_filename):
         asked = _READS_BY_NAME.get(frame.f_code.co_name, asked)
+        is_compared |= frame.f_code.co_name == "_truth_of_comparison"
         frame = frame.f_back
-    return asked
+    return "a comparison" if is_compared else asked
 
 
 def current_line() -> str:

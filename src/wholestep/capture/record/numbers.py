@@ -61,6 +61,7 @@ _PLAIN_NUMBERS = (int, float, bool)
 _TOTAL: tuple[Any, ...] = (
     *(operator.add, operator.sub, operator.mul, operator.neg, operator.pos, abs, float, max, min),
     *(math.isfinite, math.isnan, math.isinf, np.isfinite, np.isnan, np.isinf),
+    *(operator.lt, operator.le, operator.gt, operator.ge, operator.eq, operator.ne),
 )
 """What never raises."""
 _SYMBOLS = (torch.SymInt, torch.SymFloat, torch.SymBool)
@@ -118,6 +119,14 @@ class Ledger:
         """How a line spells a number, which may stand in another ledger."""
         return name_of(number)
 
+    def attribute_of(self, number: Number, name: str) -> Any:
+        """An attribute of a number."""
+        return getattr(settled(number), name)
+
+    def noted(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """What a function gives for arguments, some of them not numbers: computed later, or of settled ones."""
+        return function(*map(settled, args), **{key: settled(value) for key, value in kwargs.items()})
+
     def constant(self, value: Any) -> str:
         """How a line spells a value: numbers as they are, other objects by a name."""
         assert type(value) is not Number, "a number that changes is no constant"
@@ -168,6 +177,8 @@ class Later:
 
     kinds: tuple[type, ...]
     find: Callable[[], Any]
+    is_certain: bool = True
+    """Whether it is of one of these types at each call, and not only in this one."""
 
     @property
     def kind(self) -> type:
@@ -214,6 +225,8 @@ class Number:
         return complex(settled(self))
 
     def __bool__(self) -> bool:
+        if self._ledger.is_late:
+            return _truth_of_comparison(self) if function_behind(self) in _COMPARING else _truth(self)
         return bool(_compared(self, "!=", 0))
 
     def __hash__(self) -> int:
@@ -260,6 +273,8 @@ class Number:
 
     def __getattr__(self, name: str) -> Any:
         """Whatever else a number has (`is_integer`, `bit_length`): asked of the value, which is taken for granted."""
+        if self._ledger.is_late:
+            return self._ledger.attribute_of(self, name)
         return getattr(settled(self), name)
 
     def __copy__(self) -> Number:
@@ -432,13 +447,25 @@ def _called_late(ledger: Ledger, function: Callable[..., Any], args: tuple[Any, 
     else:
         with np.errstate(all="ignore"):  # what is tried are no values of the step
             kinds = _kinds_of_result(call, given)
-    if kinds[0] not in (*_PLAIN_NUMBERS, np.bool_):  # several numbers
+    if not all(map(_is_kept_kind, kinds)):  # several numbers
         return call(settled)
     result = Later(kinds, lambda: call(value_of))
     made = ledger.computed(_call_text(ledger, function, args, kwargs), result, origins_of(*given))
     if may_raise:
         ledger.note_raising(made)
     return made
+
+
+def _is_kept_kind(kind: type) -> bool:
+    """Whether a number of a kind can be computed after the graph has run."""
+    return kind in (*_PLAIN_NUMBERS, np.bool_) or _is_real_kind(kind)
+
+
+def function_behind(number: Number) -> Any:
+    """The function whose call has given a number; None if it comes from elsewhere."""
+    ledger = ledger_of(number)
+    line = next((line for line in reversed(ledger.lines) if line.startswith(f"{name_of(number)} = ")), "")
+    return ledger.constants.get(line.partition(" = ")[2].partition("(")[0])
 
 
 def _cannot_raise(function: Callable[..., Any], args: tuple[Any, ...]) -> bool:
@@ -499,7 +526,7 @@ def _binary(left: Any, symbol: str, right: Any) -> Any:
             return NotImplemented  # the tensor's own operator takes it as an input of the graph
         if isinstance(left, _SYMBOLS) or isinstance(right, _SYMBOLS):
             return _OPERATORS[symbol](_as_symbol(ledger, left), _as_symbol(ledger, right))
-        return _OPERATORS[symbol](settled(left), settled(right))
+        return ledger.noted(_OPERATORS[symbol], (left, right), {})
     if ledger.is_late:
         return called(_OPERATORS[symbol], (left, right), {})
     result = _tried(lambda: _OPERATORS[symbol](value_of(left), value_of(right)), (left, right))
@@ -515,7 +542,7 @@ def _binary(left: Any, symbol: str, right: Any) -> Any:
 
 def are_numbers(*values: Any) -> bool:
     """Whether values are numbers of Python or NumPy, changing or not."""
-    return all(kind in _PLAIN_NUMBERS or _is_real_kind(kind) for kind in map(kind_of, values))
+    return all(map(_is_kept_kind, map(kind_of, values)))
 
 
 def _as_symbol(ledger: Ledger, value: Any) -> Any:
@@ -527,9 +554,26 @@ def _compared(left: Any, symbol: str, right: Any) -> Any:
     if isinstance(left, torch.Tensor) or isinstance(right, torch.Tensor):
         return NotImplemented
     if not are_numbers(left, right):
-        return _OPERATORS[symbol](settled(left), settled(right))
-    ledger.require_known(left, right)
+        return ledger.noted(_OPERATORS[symbol], (left, right), {})
+    if ledger.is_late:
+        return called(_OPERATORS[symbol], (left, right), {})
     outcome = _OPERATORS[symbol](value_of(left), value_of(right))
     text = f"{_text(ledger, left)} {symbol} {_text(ledger, right)}"
-    ledger.assume(text if outcome else f"not {text}", left, right, outcome=bool(outcome))
+    ledger.assume(text if outcome else f"not {text}")
     return outcome
+
+
+_COMPARING = frozenset(_OPERATORS[symbol] for symbol in _COMPARISONS.values())
+
+
+def _truth(number: Number) -> bool:
+    """Whether a number that the graph computes is not zero: Python goes on by it."""
+    ledger = ledger_of(number)
+    ledger.require_known(number)
+    outcome = bool(value_of(number))
+    ledger.assume(name_of(number) if outcome else f"not {name_of(number)}", number, outcome=outcome)
+    return outcome
+
+
+def _truth_of_comparison(number: Number) -> bool:
+    return _truth(number)
