@@ -21,7 +21,8 @@ from torch.optim import Optimizer
 
 from wholestep import _recording_torch
 from wholestep.capture import source, tree
-from wholestep.capture.record.numbers import is_late, value_of
+from wholestep.capture.record.late_values import is_late_value
+from wholestep.capture.record.numbers import value_of
 from wholestep.capture.wrapped_optimizers import inner_optimizers
 from wholestep.errors import CaptureError
 
@@ -99,7 +100,7 @@ class Reachable:
 
 def fingerprint(value: Any, depth: int = 3) -> Any:
     """A comparable picture of a value: numbers and text as they are, containers item by item, the rest by identity."""
-    value = id(value) if is_late(value) else value_of(value)
+    value = id(value) if is_late_value(value) else value_of(value)
     if isinstance(value, _SCALARS):
         return (type(value), value)
     if depth and isinstance(value, (list, tuple)):

@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Callable, Container, Generator, Iterable, Iterator, Sequence
-from typing import Any, NoReturn, cast
+from typing import Any, cast
 from unittest import mock
 
 import torch
@@ -91,7 +91,7 @@ class Interposer(TorchFunctionMode):
             if number is not None:
                 return number if func is torch.Tensor.item else format(number, args[1])
         if func is torch.Tensor.numpy and _may_be_late(args[0]):
-            return LateArray(args[0], lambda: _refuse_array(session))
+            return session.looks.array(args[0])
         if func in _READS_A_VALUE and session.phase is not Phase.OPTIMIZER and not _is_known(session, func, args[0]):
             raise CaptureError(
                 f"{source.what_reads(_READS_A_VALUE[func])} needs a value that is only known when the step runs",
@@ -175,7 +175,7 @@ class Interposer(TorchFunctionMode):
         if type(value) is Number:
             return self.session.symbol(value)
         if type(value) is LateArray:
-            _refuse_array(self.session)
+            value.refuse()
         if isinstance(value, torch.Tensor):
             return value if _torch.is_traced(value) else self.session.adopt(value)
         if isinstance(value, tuple) and type(value) is tuple:
@@ -309,14 +309,6 @@ def _has_arrays(dtype: torch.dtype) -> bool:
         except TypeError:
             return False
     return True
-
-
-def _refuse_array(session: Session) -> NoReturn:
-    session.recorder.refuse(
-        "looks into an array of a tensor (.numpy()), which is only known when the step runs",
-        "Return the array, or keep it, and look into it after the call",
-    )
-    raise AssertionError("refused")
 
 
 def _is_known(session: Session, func: Callable[..., Any], value: Any) -> bool:

@@ -20,7 +20,9 @@ from torch import fx
 from wholestep import _recording_torch, _torch
 from wholestep.capture import blank, checks, remedies, source
 from wholestep.capture.preview import Preview
+from wholestep.capture.record import forms, late_calls
 from wholestep.capture.record.again import raises_of_a_value
+from wholestep.capture.record.arrays import LateArray
 from wholestep.capture.record.late import Check, Leaf, OtherOutcome, Requirement
 from wholestep.capture.record.numbers import Number, kind_of, kinds_of, name_of, origins_of
 from wholestep.errors import CaptureError
@@ -40,6 +42,7 @@ class Looks:
         self._session = session
         self._may_leave = may_leave
         self._numbers: dict[fx.Node, Number] = {}
+        self._arrays: dict[fx.Node, tuple[str, Callable[[], Any]]] = {}
         self._positions: dict[fx.Node, Any] = {}
         """Nodes that tell where a mask has its elements, and what they are in this call."""
         self._nodes: dict[str, fx.Node] = {}
@@ -59,7 +62,9 @@ class Looks:
         late = session.recorder.late
         late.judge, late.require, late.numbers = self._judge, self._require, session.numbers
         late.symbol_of = session.symbol
-        late.is_handled = checks.is_handled
+        late.is_handled = late.may_raise_handled = checks.is_handled
+        late.leaf_of, late.node_of, late.can_find = self._array_leaf, session.node_of, self._can_find
+        late.looked = late_calls.refuser(session.recorder)
         session.recorder.number_in = self.number
 
     def number(self, tensor: Any) -> Any:
@@ -144,6 +149,39 @@ class Looks:
         self._nodes |= dict.fromkeys(late.found.keys() - known, node)
         return made
 
+    def array(self, tensor: torch.Tensor) -> LateArray:
+        """`tensor.numpy()` for later."""
+        hint = _torch.optimization_hint
+        shape, strides = (tuple(map(hint, numbers)) for numbers in (tensor.shape, tensor.stride()))
+        is_fixed = all(type(size) is int for size in tensor.shape)
+
+        def samples() -> list[Any]:
+            with _recording_torch.untraced():
+                return forms.samples_of(shape, strides, tensor.dtype)
+
+        return self._session.recorder.late.array(tensor, samples, is_fixed=is_fixed)
+
+    def _array_leaf(self, tensor: torch.Tensor) -> tuple[str, Callable[[], Any]]:
+        """The name of the array of what a tensor holds now, and how to find it."""
+        if self._session.is_reassigned(tensor):
+            self._session.recorder.refuse("computes with an array of a tensor that was given other .data", "Copy it")
+        node = self._session.node_of(tensor)
+        if node not in self._arrays:
+            name = self._session.recorder.late.array_name(Leaf(_torch.from_functional(tensor), "array"))
+            self._nodes[name] = node
+            found: list[Any] = []
+
+            def find() -> Any:
+                if not found:
+                    found.append(self.preview.read(node, lambda value: value.detach().clone().numpy()))
+                return found[0]
+
+            self._arrays[node] = name, find
+        return self._arrays[node]
+
+    def _can_find(self) -> bool:
+        return self._may_leave and not any(map(blank.is_blank, self._session.reals().values()))
+
     def _is_open(self, tensor: Any) -> bool:
         if not isinstance(tensor, _torch.FunctionalTensor) or tensor.dtype.is_complex:
             return False
@@ -153,7 +191,8 @@ class Looks:
         self, tensor: torch.Tensor, node: fx.Node, read: Callable[[torch.Tensor], Any], *, is_list: bool = False
     ) -> tuple[Leaf, type, Callable[[], Any]]:
         kind = bool if tensor.dtype is torch.bool else float if tensor.dtype.is_floating_point else int
-        return Leaf(_torch.from_functional(tensor), is_list), kind, lambda: self.preview.read(node, read)
+        how = "list" if is_list else "item"
+        return Leaf(_torch.from_functional(tensor), how), kind, lambda: self.preview.read(node, read)
 
     def _name(self, number: Number, node: fx.Node) -> None:
         [name] = origins_of(number)

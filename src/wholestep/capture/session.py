@@ -274,6 +274,10 @@ class Session:
             self._numbers_in_state[node] = self.recorder.ledger.steady_leaf(value, path)
         return self._numbers_in_state[node]
 
+    def is_reassigned(self, tensor: torch.Tensor) -> bool:
+        """Whether the step has given a tensor other `.data`."""
+        return id(tensor) in self.reassigned
+
     def has_node(self, value: torch.Tensor) -> bool:
         is_functional = isinstance(value, _torch.FunctionalTensor)
         return is_functional and _torch.has_node(self.tracer, _torch.from_functional(value))

@@ -37,6 +37,7 @@ from wholestep.capture.record import (
     classes,
     containers,
     drawing,
+    late_calls,
     number_calls,
     numbers,
     outside,
@@ -47,6 +48,7 @@ from wholestep.capture.record import (
     whole,
 )
 from wholestep.capture.record.again import AsksBefore
+from wholestep.capture.record.arrays import LateObject
 from wholestep.capture.record.caches import cached_call
 from wholestep.capture.record.follow import is_of_stdlib
 from wholestep.capture.record.imports import require_loaded
@@ -76,8 +78,9 @@ def _is_hashable(function: Any) -> bool:
 
 def choose(recorder: Recorder, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """What to call in place of `function` with these arguments."""
-    number_calls.refuse_arrays(function, args)
     kind = type(function)
+    if recorder.late.is_used and (later := late_calls.chosen(recorder, function, args, kwargs)) is not None:
+        return later
     if len(args) == 1 and _torch.is_traced(args[0]) and _is_hashable(function) and function in number_calls.OF_NUMBERS:
         return functools.partial(number_calls.of_tensor, recorder, function)
     if any(_is_to_be_told(recorder, arg) for arg in (*args, *kwargs.values())) and not _keeps(function):
@@ -513,6 +516,8 @@ def _isinstance(recorder: Recorder, function: Any, args: tuple[Any, ...], _kwarg
     whole.read_reached(recorder, args[1])  # which may be a tuple
     if standins.is_number(args[0]):
         return functools.partial(standins.is_instance, recorder)
+    if type(args[0]) is LateObject:
+        return functools.partial(late_calls.is_instance, recorder)
     for cls in args[1] if isinstance(args[1], tuple) else typing.get_args(args[1]) or (args[1],):
         if getattr(cls, "_is_protocol", False):
             classes.read_protocol(recorder, args[0], cls)

@@ -25,7 +25,7 @@ from wholestep._recording_torch import (
     tensor_types,
 )
 from wholestep.capture.record.follow import Followers
-from wholestep.capture.record.numbers import value_of
+from wholestep.capture.record.numbers import is_real, value_of
 from wholestep.capture.record.places import (
     ARGUMENTS,
     HEAP_TYPE,
@@ -417,7 +417,7 @@ def _changed_numbers(old: Any, new: Any) -> list[tuple[Any, ...]] | None:
     """Where numbers differ between two values that are alike otherwise: steps into tuples; None if more differs."""
     if type(old) is not type(new):
         return None
-    if type(old) in (int, float):
+    if is_real(old):
         return [()]
     if not isinstance(old, tuple) or len(old) != len(new):
         return None

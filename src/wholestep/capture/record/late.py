@@ -21,7 +21,9 @@ from typing import Any, ClassVar
 import torch
 
 from wholestep import _recording_torch
-from wholestep.capture.record.numbers import Later, Ledger, Number, ledger_of, name_of, settled
+from wholestep.capture.record.forms import form_of
+from wholestep.capture.record.late_values import ValueLedger
+from wholestep.capture.record.numbers import Later, Number, ledger_of, name_of, settled
 from wholestep.capture.record.places import same
 from wholestep.capture.record.texts import marked
 
@@ -36,14 +38,15 @@ Check = Callable[[Sequence[torch.Tensor]], Any]
 
 @dataclass(frozen=True)
 class Leaf:
-    """A traced value that numbers are made of: one number, or with `is_list` all that `tolist()` gives."""
+    """A traced value that Python is handed: how says as what."""
 
     value: Any
-    is_list: bool = False
+    how: str = "item"
+    """One number (`item`), all that `tolist()` gives (`list`), or an array (`array`)."""
 
 
 @dataclass
-class LateLedger(Ledger):
+class LateLedger(ValueLedger):
     """The arithmetic that Python does with what the graph computes.
 
     `judge` is asked before Python takes a value: it raises if the step must not go on by it, and returns whether a
@@ -65,6 +68,7 @@ class LateLedger(Ledger):
     def end(self) -> None:
         """The trace is over: numbers that somebody keeps must not keep it."""
         self.judge, self.require, self.symbol_of = _is_over, _is_over, _is_over
+        self.looked, self.leaf_of, self.node_of, self.can_find = _is_over, _is_over, _is_over, _is_over
         self.found.clear()
 
     def number(self, leaf: Leaf, kind: type, find: Callable[[], Any]) -> Number:
@@ -72,6 +76,12 @@ class LateLedger(Ledger):
         name = self._new_name("late_item")
         self.found[name] = leaf
         return Number(self, name, Later((kind,), find), frozenset([name]))
+
+    def array_name(self, leaf: Leaf) -> str:
+        """A name for the array that the graph computes at a leaf."""
+        name = self._new_name("late_array")
+        self.found[name] = leaf
+        return name
 
     def items(self, leaf: Leaf, shape: Sequence[int], kind: type, find: Callable[[], Any]) -> Any:
         """What `tolist()` gives, of numbers."""
@@ -85,6 +95,10 @@ class LateLedger(Ledger):
             return [part(f"{text}[{index}]", inner, lambda i=index: get()[i]) for index in range(size)]
 
         return part(root, shape, find)
+
+    @property
+    def is_used(self) -> bool:
+        return self.has_arrays or bool(self.found)
 
     has_early_texts: bool = False
     """Whether some of the text is of numbers that are known before the graph runs."""
@@ -136,6 +150,12 @@ class LateLedger(Ledger):
         super().assume(text)
         self.require(lambda tensors: code.run(tensors, numbers), code.leaves, outcome)
 
+    def assume_form(self, name: str, form: Any) -> None:
+        """The trace goes on by the form of a value: the graph looks at each call whether it is the same."""
+        code = self.slice_of([], [f"assume({self.constant(form_of)}({name}) == {self.constant(form)})"])
+        numbers = self.numbers
+        self.require(lambda tensors: code.run(tensors, numbers), code.leaves, None)
+
     def slice_of(self, wanted: Iterable[str], assumptions: Iterable[str] = ()) -> Code:
         """The lines that some names and assumptions need."""
         wanted, lines = tuple(wanted), list[str]()
@@ -146,9 +166,9 @@ class LateLedger(Ledger):
                 needed |= _words(text)
                 lines.append(line)
         leaves = tuple(name for name in self.found if name in needed)
-        lists = frozenset(name for name in leaves if self.found[name].is_list)
+        ways = {name: self.found[name].how for name in leaves}
         early = tuple(sorted(self.imported.keys() & needed))
-        return Code((*reversed(lines), *assumptions), leaves, lists, early, dict(self.constants), wanted)
+        return Code((*reversed(lines), *assumptions), leaves, ways, early, dict(self.constants), wanted)
 
     def within(self, number: Number) -> Within:
         """What computes a number inside the graph, for torch to compute with."""
@@ -171,13 +191,13 @@ class Code:
         self,
         lines: Sequence[str],
         leaves: tuple[str, ...],
-        lists: frozenset[str],
+        ways: Mapping[str, str],
         early: tuple[str, ...],
         constants: dict[str, Any],
         wanted: tuple[str, ...],
     ) -> None:
         self.leaves = leaves
-        self._lists = lists
+        self._ways = [ways[name] for name in leaves]
         self.early = early
         returned = ", ".join(f"{name!r}: {name}" for name in wanted)
         parameters = ", ".join((*leaves, *early))
@@ -191,8 +211,7 @@ class Code:
 
     def run(self, tensors: Sequence[torch.Tensor], numbers: Mapping[str, Any]) -> dict[str, Any]:
         """The wanted numbers; raises `OtherOutcome` if an assumption does not hold."""
-        is_list = [name in self._lists for name in self.leaves]
-        return self._run(*_transferred(tensors, is_list), *[numbers[name] for name in self.early])
+        return self._run(*_transferred(tensors, self._ways), *[numbers[name] for name in self.early])
 
 
 class Within:
@@ -219,13 +238,15 @@ def _assume(holds: Any) -> None:
         raise OtherOutcome
 
 
-def _transferred(tensors: Sequence[torch.Tensor], is_list: Sequence[bool]) -> list[Any]:
+def _transferred(tensors: Sequence[torch.Tensor], ways: Sequence[str]) -> list[Any]:
     """The values of tensors as Python has them: of single numbers on a device, one transfer for each dtype."""
     values: list[Any] = [None] * len(tensors)
     together: dict[tuple[torch.device, torch.dtype], list[int]] = {}
-    for index, (tensor, as_list) in enumerate(zip(tensors, is_list, strict=True)):
-        if as_list or tensor.device.type == "cpu":
-            values[index] = tensor.tolist() if as_list else tensor.item()
+    for index, (tensor, way) in enumerate(zip(tensors, ways, strict=True)):
+        if way != "item":
+            values[index] = tensor.tolist() if way == "list" else tensor.detach().numpy()
+        elif tensor.device.type == "cpu":
+            values[index] = tensor.item()
         else:
             together.setdefault((tensor.device, tensor.dtype), []).append(index)
     for indices in together.values():

@@ -19,8 +19,9 @@ import numpy as np
 import torch
 
 from wholestep import _recording_torch
-from wholestep.capture.record import classes, drawing, net, percent, reads, standins, tensors, texts, whole
+from wholestep.capture.record import classes, drawing, late_calls, net, percent, reads, standins, tensors, texts, whole
 from wholestep.capture.record.again import AsksBefore
+from wholestep.capture.record.arrays import LateArray, LateObject
 from wholestep.capture.record.calls import choose
 from wholestep.capture.record.follow import Followers
 from wholestep.capture.record.imports import require_loaded
@@ -33,7 +34,7 @@ _active: list[Recorder] = []
 _HOOKS: Hooks = {}
 
 # Nothing to be noted when these are read from or computed with.
-_QUIET: frozenset[type] = PLAIN_TYPES | {Number}
+_QUIET: frozenset[type] = PLAIN_TYPES | {Number, LateArray, LateObject}
 _FIRST_IN_PLACE = 13
 """Of the operators that bytecode numbers, `+=` is the first in place."""
 
@@ -117,6 +118,8 @@ def _item(owner: Any, key: Any) -> Any:
         return owner
     if isinstance(owner, torch.Tensor) and is_plain(key) and recorder.place_of(key) is None:
         return owner
+    if recorder.late.is_used and late_calls.is_table(owner, key):
+        return late_calls.table(recorder, owner)
     recorder.is_deaf = True
     try:
         if isinstance(owner, (torch.Tensor, np.ndarray)):

@@ -16,7 +16,6 @@ import numpy as np
 import torch
 
 from wholestep.capture.record import numbers
-from wholestep.capture.record.arrays import LateArray
 
 if TYPE_CHECKING:
     from wholestep.capture.record.recorder import Recorder
@@ -65,13 +64,6 @@ COMPARING: dict[Any, Callable[..., int]] = {bisect.bisect_left: _bisect_left, bi
 def is_on_numbers(function: Any) -> bool:
     """Whether a function of numbers gives a number, and can be computed again."""
     return isinstance(function, (types.BuiltinFunctionType, type, np.ufunc)) and function in ON_NUMBERS
-
-
-def refuse_arrays(function: Any, args: tuple[Any, ...]) -> None:
-    """Torch reads arrays in C, where nobody asks them."""
-    array = next((arg for arg in args if type(arg) is LateArray), None)
-    if array is not None and is_torchs(function):
-        array.refuse()
 
 
 def is_torchs(function: Any) -> bool:

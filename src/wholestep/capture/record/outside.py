@@ -26,7 +26,7 @@ import torch
 
 from wholestep import _recording_torch
 from wholestep.capture import remedies, source
-from wholestep.capture.record import drawing, numbers
+from wholestep.capture.record import drawing, late_calls, numbers
 from wholestep.capture.record.follow import is_followed_file
 from wholestep.capture.record.places import ABSENT, CONTAINERS, Step, is_plain, slot_names, take
 from wholestep.errors import CaptureError
@@ -241,6 +241,7 @@ def _keep_output(recorder: Recorder, function: Any, *args: Any, **kwargs: Any) -
                 location=source.current_location(),
                 advice=remedies.for_values(),
             )
+    args, kwargs = late_calls.snapshot(args), late_calls.snapshot(kwargs)
     recorder.outputs.append(Output(function, args, kwargs, _as_it_is((args, kwargs))))
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from wholestep.capture.record.numbers import Ledger, Number, value_of
+from wholestep.capture.record.numbers import Ledger, Number, is_real, value_of
 from wholestep.capture.record.places import Step, find, put
 
 Path = tuple[Any, ...]
@@ -38,7 +38,7 @@ class PlacedNumbers:
         found = [(path, inside, find(inside, arguments)) for path, inside in places]
         try:
             for path, inside, value in found:
-                if type(value) in (int, float):
+                if is_real(value):
                     with contextlib.suppress(AttributeError, TypeError):
                         number = self._ledger.leaf(value, path)
                         undo.append(put(inside, number, arguments))

@@ -17,7 +17,7 @@ import threading
 from collections.abc import Callable, Generator, Iterable
 from contextvars import ContextVar
 from types import CellType, FrameType, FunctionType, MethodType, SimpleNamespace
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 import torch
@@ -28,11 +28,13 @@ from wholestep import _torch
 from wholestep.capture import source
 from wholestep.capture.record import drawing, legacy, outside, participants, reads, whole
 from wholestep.capture.record.again import Missed, Unsymbolic
+from wholestep.capture.record.arrays import LateArray, LateObject
 from wholestep.capture.record.calls import BUILTINS, choose, told
 from wholestep.capture.record.caught import Caught
 from wholestep.capture.record.follow import Followers, functions_in, is_of_torch
 from wholestep.capture.record.late import LateLedger
-from wholestep.capture.record.numbers import Ledger, Number, is_late, origins_of, settled
+from wholestep.capture.record.late_values import is_late_value
+from wholestep.capture.record.numbers import Ledger, Number, origins_of, settled
 from wholestep.capture.record.placed import PlacedNumbers
 from wholestep.capture.record.places import (
     ABSENT,
@@ -52,7 +54,7 @@ from wholestep.errors import CaptureError
 
 _MOST_ITEMS = 20_000
 _LOOKED_AFTER = (nn.Module, Optimizer, torch.Tensor)
-_SKIPPED: frozenset[type] = PLAIN_TYPES | {Number, torch.Size}
+_SKIPPED: frozenset[type] = PLAIN_TYPES | {Number, torch.Size, LateArray, LateObject}
 
 
 class Recorder:
@@ -191,7 +193,8 @@ class Recorder:
     def note(self, owner: Any, step: Step, key: Any, value: Any, *, only_presence: bool = False) -> Place | None:
         """Something was read from an owner; returns its place, None if the owner is the step's own."""
         above = self._places.get(id(owner))
-        if above is None or _torch.is_traced(value) or is_late(value) or self._is_managed(owner, step, key, value):
+        is_made = _torch.is_traced(value) or is_late_value(value)
+        if above is None or is_made or self._is_managed(owner, step, key, value):
             return None
         key = self.twins.plain_key(key)
         known = above.children.get((step, _hashable(key)))
@@ -579,7 +582,7 @@ class Recorder:
             for member in list(vars(base).values()):
                 self.follow_all(member)
 
-    def refuse(self, what: str, advice: str) -> None:
+    def refuse(self, what: str, advice: str) -> NoReturn:
         raise CaptureError(f"the step {what}", location=source.current_location(), advice=advice)
 
 

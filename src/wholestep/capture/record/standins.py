@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from wholestep import _torch
-from wholestep.capture.record.arrays import LateArray
+from wholestep.capture.record.arrays import LateArray, LateObject
 from wholestep.capture.record.numbers import Number, is_late, kind_of, kinds_of
 
 if TYPE_CHECKING:
@@ -32,7 +32,7 @@ def are_numbers(values: Iterable[Any]) -> bool:
 
 def is_stand_in(value: Any) -> bool:
     """Whether a value is one of the trace's own: none may be left in a user's object."""
-    return is_number(value) or _torch.is_traced(value) or type(value) is LateArray
+    return is_number(value) or _torch.is_traced(value) or type(value) in (LateArray, LateObject)
 
 
 def type_of(recorder: Recorder, value: Any) -> type:

@@ -21,7 +21,7 @@ import torch
 
 from wholestep import _memory_torch, _torch
 from wholestep.capture.record.again import AsksBefore
-from wholestep.capture.record.arrays import LateArray, array_of
+from wholestep.capture.record.arrays import LateArray, LateObject, array_of
 from wholestep.capture.record.numbers import Number, is_late, name_of
 from wholestep.capture.record.places import ABSENT, Expectation, Place, Step, find, is_open, is_plain, slot_names, take
 from wholestep.capture.record.standins import is_stand_in
@@ -242,8 +242,8 @@ class Templates:
             _, name = self._drawn_arrays[id(value)]
             self.numbers.add(name)
             return Numeric(name)
-        if type(value) is LateArray:
-            return self._array(value)
+        if type(value) in (LateArray, LateObject):
+            return self._array(value, what)
         if is_taken_apart(value):
             raise CaptureError(
                 f"{what} text made of the text of a value which is only known when the step runs",
@@ -285,13 +285,26 @@ class Templates:
             refuse_attributes(value)
         return Computed(self._computed(value))
 
-    def _array(self, array: LateArray) -> Template:
+    def _array(self, array: Any, what: str) -> Template:
+        about = array.late
+        if about.tensor is None:
+            name = about.ledger.name(array)
+            if any(memory.tensor is not None and self._is_of_slot(memory.tensor) for memory in about.seen):
+                raise CaptureError(
+                    f"{what} a view of an array of a parameter, a buffer or an argument",
+                    advice="Copy it: array[...].copy()",
+                )
+            self.late_numbers.add(name)
+            return Numeric(name)
         known = self._known.get(id(array))
         if known is None:
             self._alive.append(array)
-            known = Converted(len(self._known), array_of, (self._tensor(array.tensor),))
+            known = Converted(len(self._known), array_of, (self._tensor(about.tensor),))
             self._known[id(array)] = known
         return known
+
+    def _is_of_slot(self, tensor: torch.Tensor) -> bool:
+        return self._slot_of(tensor) is not None or self._base_of(tensor) is not None
 
     def _built(self, value: Any, what: str) -> Template:
         number = len(self._known)
