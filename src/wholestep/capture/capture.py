@@ -15,7 +15,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import FunctionType
 from typing import Any
 
@@ -52,9 +52,11 @@ from wholestep.capture.optimizer_state import State, state_before
 from wholestep.capture.questions import Answers, Asked, Questions
 from wholestep.capture.record import (
     AsksBefore,
+    CallsLater,
     DrawsWhole,
     HasSizes,
     Missed,
+    NotWhole,
     Program,
     Raises,
     Recorder,
@@ -63,6 +65,7 @@ from wholestep.capture.record import (
     Unimported,
     Unseen,
     Unsymbolic,
+    WholeCalls,
     listening,
     participants,
 )
@@ -143,6 +146,8 @@ class _Call:
     """In a step with sizes that values decide, whether none and one are traced as some; None in others."""
     settles_texts: bool = False
     """Whether text that is made of a number takes its value for granted."""
+    whole_calls: WholeCalls = field(default_factory=WholeCalls)
+    """Functions that are called after the graph has run, as they are."""
     session: Session = field(init=False)
     recorder: Recorder = field(init=False)
     sizes: Sizes | None = field(init=False)
@@ -170,6 +175,7 @@ class _Call:
             fixed_answers=frozenset(path[1] for path in self.fixed if path[0] is Answers),
         )
         self.recorder = self.session.recorder = Recorder(self.numbers, self.whole_draws)
+        self.recorder.whole_calls = replace(self.whole_calls, current=self.session.current)
         if not self.settles_texts:
             self.recorder.ledger.text_later = self.recorder.late.text
         self.session.looks = Looks(self.session, may_leave=self.answers and not is_imagined)
@@ -190,6 +196,7 @@ class _Call:
         asks_before: bool = False,
         pretends: bool | None = None,
         settles_texts: bool = False,
+        whole_calls: WholeCalls | None = None,
     ) -> _Call:
         """The same capture from its start, with more that is known."""
         return _Call(
@@ -205,6 +212,7 @@ class _Call:
             self.asks_before or asks_before,
             self.pretends if pretends is None else pretends,
             self.settles_texts or settles_texts,
+            self.whole_calls if whole_calls is None else whole_calls,
         )
 
 
@@ -318,6 +326,10 @@ def _trace_until_complete(call: _Call) -> tuple[_Call, fx.GraphModule, Collected
             call = call.again(found=discover.with_missed(call.found, missed.owner))
         except DrawsWhole as error:
             call = call.again(whole_draws=[error.drawer])
+        except NotWhole as error:
+            call = call.again(whole_calls=call.whole_calls.without(error.function))
+        except CallsLater as error:
+            call = call.again(whole_calls=call.whole_calls.with_chosen(error.function))
         except Unsymbolic as error:
             fixed = frozenset(map(_fixed, error.paths))
             if not fixed - call.fixed:

@@ -80,6 +80,7 @@ class Interposer(TorchFunctionMode):
             _torch.is_functionalising() or func in _branches_torch.BRANCHES
         ):  # torch looks at tensors inside an operator that C++ has called
             return func(*args, **(kwargs or {}))
+        session.recorder.whole_calls.refuse_inside()
         if session.recorder.is_drawing:
             session.recorder.refuse(f"uses torch ({func.__name__}) in a function that draws", "Draw with torch")
         line = source.current_line()

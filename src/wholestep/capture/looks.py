@@ -20,7 +20,7 @@ from torch import fx
 from wholestep import _recording_torch, _torch
 from wholestep.capture import blank, checks, remedies, source
 from wholestep.capture.preview import Preview
-from wholestep.capture.record import forms, late_calls
+from wholestep.capture.record import forms, late_calls, whole_late
 from wholestep.capture.record.again import raises_of_a_value
 from wholestep.capture.record.arrays import LateArray
 from wholestep.capture.record.late import Check, Leaf, OtherOutcome, Requirement
@@ -91,7 +91,9 @@ class Looks:
         """
         name = name_of(number)
         if name not in self._symbols:
-            kinds, session = kinds_of(number), self._session
+            session = self._session
+            session.recorder.late.require_kind(number)
+            kinds = kinds_of(number)
             within = session.recorder.late.within(number)
             leaves = [self._nodes[leaf] for leaf in within.code.leaves]
             early = [session.recorder.late.imported[one] for one in within.code.early]
@@ -214,6 +216,7 @@ class Looks:
         if not self._may_leave:
             raise refused(", also to check it: on several ranks all run one graph")
         if not checks.is_check(numbers, nodes.values()):
+            whole_late.escalate(session.recorder)
             raise refused()
         if any(map(blank.is_blank, session.reals().values())):
             raise refused(", and a model without memory has none")

@@ -2,9 +2,11 @@
 
 from wholestep.capture.record.again import (
     AsksBefore,
+    CallsLater,
     DrawsWhole,
     HasSizes,
     Missed,
+    NotWhole,
     OnlyInEager,
     Raises,
     Unsymbolic,
@@ -22,10 +24,12 @@ from wholestep.capture.record.recorder import Recorder
 from wholestep.capture.record.recording import Current, Recording
 from wholestep.capture.record.templates import Filling, Template
 from wholestep.capture.record.watch import Contents, Watch
+from wholestep.capture.record.whole_late import WholeCalls
 
 __all__ = [
     "AsksBefore",
     "Broken",
+    "CallsLater",
     "Contents",
     "Current",
     "Difference",
@@ -34,6 +38,7 @@ __all__ = [
     "HasSizes",
     "LateArray",
     "Missed",
+    "NotWhole",
     "Number",
     "OnlyInEager",
     "OtherOutcome",
@@ -47,6 +52,7 @@ __all__ = [
     "Unseen",
     "Unsymbolic",
     "Watch",
+    "WholeCalls",
     "is_number",
     "listening",
     "raises_of_a_value",

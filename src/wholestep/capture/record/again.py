@@ -48,6 +48,18 @@ class DrawsWhole(BaseException):
         self.drawer = drawer
 
 
+class CallsLater(BaseException):
+    """A function looks at values that only the graph decides: traced again with its calls made after that, as one."""
+
+    def __init__(self, function: tuple[Any, ...]) -> None:
+        super().__init__(function[-1])
+        self.function = function
+
+
+class NotWhole(CallsLater):
+    """A function that was to be called like that cannot be."""
+
+
 class AsksBefore(BaseException):
     """The step branches on a value, or makes text of it: traced again, with rates and state known before it runs."""
 

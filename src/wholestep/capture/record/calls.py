@@ -46,6 +46,7 @@ from wholestep.capture.record import (
     tensors,
     texts,
     whole,
+    whole_late,
 )
 from wholestep.capture.record.again import AsksBefore
 from wholestep.capture.record.arrays import LateObject
@@ -185,6 +186,8 @@ def _python(recorder: Recorder, function: types.FunctionType, args: tuple[Any, .
         return _dispatched(recorder, function, args, kwargs)
     if recorder.whole_draws and (whole_call := drawing.whole_call(recorder, function, args, kwargs)) is not None:
         return whole_call
+    if (later := whole_late.whole_call(recorder, function, args, kwargs)) is not None:
+        return later
     if recorder.follow(function):
         recorder.read_defaults(function)
         return function
@@ -233,9 +236,13 @@ def _method(recorder: Recorder, method: types.MethodType, args: tuple[Any, ...],
         return handler(recorder, method, args, kwargs)
     if type(function) is functools._lru_cache_wrapper:  # pyright: ignore[reportPrivateUsage]
         return functools.partial(cached_call(recorder, function), method.__self__)
-    if isinstance(function, types.FunctionType) and recorder.follow(function):
-        recorder.read_defaults(function)
-        return method
+    if isinstance(function, types.FunctionType):
+        later = whole_late.whole_call(recorder, function, (method.__self__, *args), kwargs)
+        if later is not None:
+            return functools.partial(later, method.__self__)
+        if recorder.follow(function):
+            recorder.read_defaults(function)
+            return method
     _refuse_looks_into_text(recorder, method, args, kwargs)
     recorder.follow_all(function)
     recorder.follow_operators(method.__self__)

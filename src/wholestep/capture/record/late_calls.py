@@ -8,7 +8,7 @@ import math
 import operator
 import types
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import numpy as np
 import torch
@@ -148,6 +148,11 @@ def snapshot(value: Any) -> Any:
     return value.detach().clone() if is_shown else value
 
 
-def refuser(recorder: Recorder) -> Callable[[str, str], Any]:
+def refuser(recorder: Recorder) -> Callable[[str, str], NoReturn]:
     """Refuses what Python asks of a value that nobody knows before the graph has run."""
-    return recorder.refuse
+
+    def refuse(what: str, advice: str) -> NoReturn:
+        recorder.escalate()
+        recorder.refuse(what, advice)
+
+    return refuse

@@ -30,6 +30,7 @@ _TOTAL = frozenset(
 )
 _OF_INDICES = (operator.getitem, np.take)
 _MOST_PARTS = 10_000
+_MOST_LOOKED_AT = 64
 
 
 def is_late_value(value: Any) -> bool:
@@ -221,6 +222,42 @@ class ValueLedger(Ledger):
     def noted_call(self, function: Any, *args: Any, **kwargs: Any) -> Any:
         """A call of one of Python's own functions of numbers."""
         return self.noted(function, args, kwargs)
+
+    def noted_whole(self, text: str, result: Any, given: Any) -> Any:
+        """The call of a function that runs after the graph as it is; `result` is what it gives in this call."""
+        origins = frozenset[str]().union(*map(_origins, late_parts(given))) | self._origins_of_tensors(
+            late_parts(given)
+        )
+        if result is not None and (type(result) not in (tuple, dict) or len(result) > _MOST_LOOKED_AT):
+            return self._wrapped(text, [result], lambda: result, origins, is_certain=False, seen={Memory(): 0})
+        name = self._line(text)
+        self.assume_form(name, forms.form_of(result))
+        if result is None:
+            return None
+        if type(result) is dict:
+            return {
+                key: self._wrapped(
+                    f"{name}[{self.constant(key)}]",
+                    [part],
+                    lambda part=part: part,
+                    origins,
+                    is_certain=True,
+                    seen={Memory(): 0},
+                )
+                for key, part in result.items()
+            }
+        return self._wrapped(name, [result], lambda: result, origins, is_certain=True, seen={Memory(): 0})
+
+    def require_kind(self, number: Number) -> None:
+        """Python goes on by the type of a number, which may be another one at another call."""
+        later: Any = number._value  # pyright: ignore[reportPrivateUsage]
+        if type(later) is Later and not later.is_certain and name_of(number) not in self._looked_at:
+            if not self.can_find():
+                self.looked(*_ABOUT_NUMBERS)
+            self._looked_at.add(name_of(number))
+            self.assume_form(name_of(number), forms.form_of(value_of(number)))
+
+    _looked_at: set[str] = field(default_factory=set[str])
 
     def noted_of_numpy(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """A call of one of NumPy's functions."""

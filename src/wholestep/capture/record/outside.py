@@ -132,6 +132,7 @@ def _make_generator(recorder: Recorder, kind: Any, args: tuple[Any, ...], kwargs
 
 def _draw(recorder: Recorder, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     owner = function.__self__
+    recorder.whole_calls.refuse_inside()
     if id(owner) in recorder.own_generators:
         for value in (*args, *kwargs.values()):
             recorder.read_deep(value)

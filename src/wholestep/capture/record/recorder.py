@@ -12,6 +12,7 @@ notes that `self.cfg` is an object of some class, its `beta` the number 0.5, and
 from __future__ import annotations
 
 import contextlib
+import functools
 import sys
 import threading
 from collections.abc import Callable, Generator, Iterable
@@ -50,6 +51,7 @@ from wholestep.capture.record.places import (
 )
 from wholestep.capture.record.state import Kept, Operation, content_of
 from wholestep.capture.record.tensors import Twins
+from wholestep.capture.record.whole_late import WholeCalls, escalate
 from wholestep.errors import CaptureError
 
 _MOST_ITEMS = 20_000
@@ -115,6 +117,7 @@ class Recorder:
         self.own_generators: dict[int, Any] = {}
         """Generators of random numbers that the step has made itself."""
         self.caught = Caught()
+        self.whole_calls, self.escalate = WholeCalls(), functools.partial(escalate, self)
 
     # Owners
 

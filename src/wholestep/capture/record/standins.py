@@ -38,6 +38,7 @@ def is_stand_in(value: Any) -> bool:
 def type_of(recorder: Recorder, value: Any) -> type:
     """`type(value)` as it would be in eager."""
     if type(value) is Number:
+        _require_kind(recorder, value)
         if len(kinds_of(value)) > 1:
             _refuse_types(recorder)
         return kind_of(value)
@@ -52,6 +53,7 @@ def is_instance(recorder: Recorder, value: Any, kinds: Any) -> bool:
     """`isinstance(value, kinds)` for a number as it would be in eager."""
     if type(value) is not Number:
         return isinstance(type_of(recorder, value)(), kinds)
+    _require_kind(recorder, value)
     [answer, *others] = {isinstance(kind(), kinds) for kind in kinds_of(value)}
     if others:
         _refuse_types(recorder)
@@ -67,7 +69,13 @@ def refuse_identity(recorder: Recorder, left: Any, right: Any) -> None:
         )
 
 
+def _require_kind(recorder: Recorder, number: Number) -> None:
+    if is_late(number):
+        recorder.late.require_kind(number)
+
+
 def _refuse_types(recorder: Recorder) -> None:
+    recorder.escalate()
     recorder.refuse(
         "asks for the type of a number that depends on a value which is only known when the step runs",
         "Convert it with float(), or ask after the call",

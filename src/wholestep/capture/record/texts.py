@@ -131,6 +131,7 @@ def _refuse(recorder: Recorder, values: Iterable[Any], *, is_deep: bool) -> None
 
 
 def _refuse_to_look(recorder: Recorder) -> None:
+    recorder.escalate()
     recorder.refuse(
         "looks into text that it has made of a value which is only known when the step runs",
         "Return the number, and make the text after the call",
