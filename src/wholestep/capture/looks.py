@@ -11,19 +11,20 @@ run on the real tensors (`preview`).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 from torch import fx
 
 from wholestep import _recording_torch, _torch
-from wholestep.capture import blank, checks, remedies, source
+from wholestep.capture import blank, checks, made_tensors, remedies, source
 from wholestep.capture.preview import Preview
 from wholestep.capture.record import forms, late_calls, whole_late
 from wholestep.capture.record.again import raises_of_a_value
 from wholestep.capture.record.arrays import LateArray
-from wholestep.capture.record.late import Check, Leaf, OtherOutcome, Requirement
+from wholestep.capture.record.late import Check, Leaf, OtherOutcome, Requirement, Within
 from wholestep.capture.record.numbers import Number, kind_of, kinds_of, name_of, origins_of
 from wholestep.errors import CaptureError
 from wholestep.graph import Phase
@@ -64,6 +65,7 @@ class Looks:
         late.symbol_of = session.symbol
         late.is_handled = late.may_raise_handled = checks.is_handled
         late.leaf_of, late.node_of, late.can_find = self._array_leaf, session.node_of, self._can_find
+        session.recorder.make_tensor = self.make
         late.looked = late_calls.refuser(session.recorder)
         session.recorder.number_in = self.number
 
@@ -93,20 +95,39 @@ class Looks:
         if name not in self._symbols:
             session = self._session
             session.recorder.late.require_kind(number)
-            kinds = kinds_of(number)
+            kind = _kind_for_torch(kinds_of(number))
             within = session.recorder.late.within(number)
             leaves = [self._nodes[leaf] for leaf in within.code.leaves]
-            early = [session.recorder.late.imported[one] for one in within.code.early]
-            is_steady = kinds in ((float,), (int,)) and all(kind_of(one) in (int, float) for one in early)
-            if not is_steady or all(map(session.is_answerable, leaves)):
+            if kind is None or not self._are_steady(within) or all(map(session.is_answerable, leaves)):
                 return None
-            given = [session.symbol_node(one) for one in early]
-            make = _torch.new_symbolic_int if kinds == (int,) else _torch.new_symbolic_float
+            leaves, given = self.given_to(within)
+            make = _torch.new_symbolic_int if kind is int else _torch.new_symbolic_float
             made = self._symbols[name] = make(session.fake_mode)
             _torch.track_as_call(session.tracer, made, within, (*leaves, *given))
-            if kinds == (int,):
+            if kind is int:
                 self._whole.add(_torch.expression(made))
         return self._symbols[name]
+
+    def _are_steady(self, within: Within) -> bool:
+        """Whether the numbers that lines name, which are known before, are Python's own."""
+        imported = self._session.recorder.late.imported
+        return all(kind_of(imported[name]) in (int, float) for name in within.code.early)
+
+    def given_to(self, within: Within) -> tuple[list[fx.Node], list[fx.Node]]:
+        """What a call inside the graph is given: nodes, and inputs that are numbers known before."""
+        session = self._session
+        if not self._are_steady(within):
+            session.recorder.refuse("gives torch what NumPy's numbers from outside are in", "Convert them with float()")
+        early = [session.recorder.late.imported[one] for one in within.code.early]
+        return [self._nodes[leaf] for leaf in within.code.leaves], [session.symbol_node(one) for one in early]
+
+    def note_made(self, name: str, tensor: torch.Tensor) -> None:
+        """Torch has been given a tensor that Python makes of what the graph computes."""
+        self._symbols[name] = tensor
+
+    def make(self, function: Any, *args: Any, **kwargs: Any) -> Any:
+        """What torch makes of arrays that are only known later."""
+        return made_tensors.make(self._session, function, *args, **kwargs)
 
     @property
     def has_symbols(self) -> bool:
@@ -208,9 +229,11 @@ class Looks:
         names = [name for name in self._nodes if name in origins_of(*numbers)]
         nodes = {name: self._nodes[name] for name in names}
         if all(session.is_answerable(node) for node in nodes.values()):
-            for name in [name for name in names if name not in self._certain]:
-                self._certain.add(name)
-                with _recording_torch.untraced():
+            with _recording_torch.untraced():
+                for number in numbers if self._has_arrays(names) else ():
+                    self._ask_number(number)
+                for name in [name for name in names if name not in self._certain and not self._has_arrays([name])]:
+                    self._certain.add(name)
                     session.questions.answer(session.tracer, _ITEM, (nodes[name],), session.reals())
             return True
         if not self._may_leave:
@@ -221,6 +244,21 @@ class Looks:
         if any(map(blank.is_blank, session.reals().values())):
             raise refused(", and a model without memory has none")
         return False
+
+    def _has_arrays(self, names: Iterable[str]) -> bool:
+        return any(self._session.recorder.late.found[name].how == "array" for name in names)
+
+    def _ask_number(self, number: Number) -> None:
+        """Guard what Python computes of arrays of the batch; the arrays may be other ones."""
+        session, name = self._session, name_of(number)
+        if name in self._certain:
+            return
+        within = session.recorder.late.within(number)
+        if within.code.early:
+            raise refused()
+        self._certain.add(name)
+        nodes = tuple(self._nodes[leaf] for leaf in within.code.leaves)
+        session.questions.answer(session.tracer, within, nodes, session.reals())
 
     def check(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """An operator that does nothing but raise for some values: where it does, the step is run as it is."""
@@ -278,6 +316,13 @@ class Looks:
     def _required(self, check: Check) -> Requirement:
         self.requirements.append(Requirement(check))
         return self.requirements[-1]
+
+
+def _kind_for_torch(kinds: Sequence[type]) -> type | None:
+    """How torch takes numbers of some types: as a float, or as an int; None if that depends on the value."""
+    if all(kind is int or issubclass(kind, np.integer) for kind in kinds):
+        return int
+    return float if all(kind is float or issubclass(kind, np.floating) for kind in kinds) else None
 
 
 def refused(where: str = "") -> CaptureError:

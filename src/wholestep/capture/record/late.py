@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
+import numpy as np
 import torch
 
 from wholestep import _recording_torch
@@ -172,8 +173,12 @@ class LateLedger(ValueLedger):
 
     def within(self, number: Number) -> Within:
         """What computes a number inside the graph, for torch to compute with."""
-        code = self.slice_of([name_of(number)])
-        return Within(code, name_of(number), may_raise=not self._raising.isdisjoint(code.names))
+        return self.within_name(name_of(number))
+
+    def within_name(self, name: str) -> Within:
+        """The same of anything that has a name."""
+        code = self.slice_of([name])
+        return Within(code, name, may_raise=not self._raising.isdisjoint(code.names))
 
 
 def _is_over(*_: Any) -> Any:
@@ -222,15 +227,20 @@ class Within:
 
     def __init__(self, code: Code, name: str, *, may_raise: bool) -> None:
         self.code = code
-        self._name = name
+        self.name = name
         self.may_raise = may_raise
 
     def __str__(self) -> str:
         return f"late_number({self.code.text!r})"
 
     def __call__(self, *values: Any) -> Any:
+        value = self.value(*values)
+        return value.item() if isinstance(value, np.generic) else value
+
+    def value(self, *values: Any) -> Any:
+        """What Python makes, of the type that it has there."""
         count = len(self.code.leaves)
-        return self.code.run(values[:count], dict(zip(self.code.early, values[count:], strict=True)))[self._name]
+        return self.code.run(values[:count], dict(zip(self.code.early, values[count:], strict=True)))[self.name]
 
 
 def _assume(holds: Any) -> None:

@@ -34,6 +34,8 @@ def chosen(recorder: Recorder, function: Any, args: tuple[Any, ...], kwargs: dic
     if isinstance(function, LateMethod):
         return function
     given = (*args, *kwargs.values())
+    if is_made(function, args):
+        return functools.partial(recorder.make_tensor, function)
     if forms.is_numpys(function) or isinstance(getattr(function, "__self__", None), np.ufunc):
         return functools.partial(_of_numpy, recorder, function) if has_late(given) else None
     owner = getattr(function, "__self__", None)
@@ -87,6 +89,25 @@ def _method_of_array(recorder: Recorder, method: Any, *args: Any, **kwargs: Any)
 def _read(recorder: Recorder, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     with recorder.deaf():
         whole.read_reached(recorder, *args, *kwargs.values())
+
+
+# Tensors of arrays
+
+FROM_DATA = (torch.tensor, torch.from_numpy, torch.as_tensor, torch.asarray)
+
+
+def is_made(function: Any, args: tuple[Any, ...]) -> bool:
+    """Whether torch makes a tensor of data with arrays, or NumPy's numbers, that are only known later."""
+    if not args or isinstance(args[0], torch.Tensor):
+        return False
+    is_maker = function in FROM_DATA or (isinstance(function, type) and issubclass(function, torch.Tensor))
+    is_maker |= type(function).__name__ == "tensortype"
+    is_maker |= getattr(function, "__name__", "") == "new_tensor"
+    return is_maker and any(type(one) is not Number or not _is_pythons(one) for one in late_parts(args[0]))
+
+
+def _is_pythons(number: Number) -> bool:
+    return all(kind in (int, float, bool) for kind in kinds_of(number))
 
 
 # Look-ups

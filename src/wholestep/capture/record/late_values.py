@@ -144,14 +144,8 @@ class ValueLedger(Ledger):
     def array(self, tensor: torch.Tensor, make_samples: Callable[[], list[Any]], *, is_fixed: bool) -> LateArray:
         """The array that shares the memory of a traced tensor."""
         self.has_arrays = True
-        made: list[Any] = []
-
-        def once() -> list[Any]:
-            made.extend(made or make_samples())
-            return made
-
         find = lambda: self.leaf_of(tensor)[1]()  # noqa: E731
-        return LateArray(About(self, None, once, find, frozenset(), is_fixed, tensor, {Memory(tensor): None}))
+        return LateArray(About(self, None, _once(make_samples), find, frozenset(), is_fixed, tensor, {Memory(tensor): None}))
 
     def name(self, value: Any) -> str:
         """How a line names a late value as it is now."""
@@ -230,7 +224,7 @@ class ValueLedger(Ledger):
         )
         if result is not None and (type(result) not in (tuple, dict) or len(result) > _MOST_LOOKED_AT):
             return self._wrapped(text, [result], lambda: result, origins, is_certain=False, seen={Memory(): 0})
-        name = self._line(text)
+        name = self.line(text)
         self.assume_form(name, forms.form_of(result))
         if result is None:
             return None
@@ -317,7 +311,7 @@ class ValueLedger(Ledger):
         made = forms.tried(call, 2)
         about.find = _once(lambda: _called(writing, (find().copy(), *found()[0]), found()[1]))
         about.samples = lambda: made
-        about.name = self._line(text)
+        about.name = self.line(text)
         about.origins |= frozenset[str]().union(*map(_origins, given)) | self._origins_of_tensors(given)
         for memory in about.seen:
             memory.version += 1
@@ -355,7 +349,8 @@ class ValueLedger(Ledger):
             return f"{self.constant(type(value)._make)}([{parts}])"  # pyright: ignore[reportAttributeAccessIssue]
         return f"({parts})"
 
-    def _line(self, text: str) -> str:
+    def line(self, text: str) -> str:
+        """The name of what a line computes."""
         made = self.computed(text, 0)
         return name_of(made)
 
@@ -401,7 +396,7 @@ class ValueLedger(Ledger):
         first = results[0]
         is_group = type(first) in (list, tuple) or (isinstance(first, tuple) and hasattr(first, "_make"))
         if is_group and is_certain:
-            name = self._line(text)
+            name = self.line(text)
             parts = [
                 self._wrapped(
                     f"{name}[{index}]",
@@ -416,7 +411,7 @@ class ValueLedger(Ledger):
             return type(first)._make(parts) if hasattr(first, "_make") else type(first)(parts)
         if isinstance(first, np.ndarray) and first.dtype != object:
             self.has_arrays = True
-            return LateArray(About(self, self._line(text), lambda: results, find, origins, is_certain, None, seen))
+            return LateArray(About(self, self.line(text), lambda: results, find, origins, is_certain, None, seen))
         kinds = tuple(dict.fromkeys(map(type, results)))
         if all(issubclass(kind, (int, float, np.number, np.bool_)) for kind in kinds) and not isinstance(
             first, np.complexfloating
@@ -424,7 +419,7 @@ class ValueLedger(Ledger):
             return self.computed(text, Later(kinds, find, is_certain), origins)
         if type(first) is str:
             return self.text_of_line(text, [])
-        return LateObject(About(self, self._line(text), lambda: results, find, origins, is_certain=False))
+        return LateObject(About(self, self.line(text), lambda: results, find, origins, is_certain=False))
 
 
 _ABOUT_NUMBERS = ("computes with a number that is only known when the step runs", "Compute with it after the call")

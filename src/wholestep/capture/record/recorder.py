@@ -68,6 +68,8 @@ class Recorder:
         self.late = LateLedger(_taken=self.ledger._taken)  # pyright: ignore[reportPrivateUsage]
         self.number_in: Callable[[torch.Tensor], Any] = lambda tensor: None
         """The number that a traced tensor holds, for Python to compute with."""
+        self.make_tensor: Callable[..., Any] = lambda *args: None
+        """What torch makes of an array that is only known later."""
         self.roots: list[Place] = []
         self.followers = Followers()
         self.kept: dict[int, Kept] = {}
