@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from types import FunctionType
 from typing import Any
@@ -161,7 +161,7 @@ class _Call:
     """Learning rates that Python computes with, or that are no numbers."""
 
     def __post_init__(self) -> None:
-        is_imagined = any(map(blank.is_blank, _tensors(self.found, self.args, self.kwargs)))
+        is_imagined = any(map(blank.is_blank, discover.tensors(self.found, self.args, self.kwargs)))
         self.session = Session(
             new_fake_mode(is_imagined=is_imagined, env=None if self.pretends is None else SizesEnv(self.pretends)),
             self.handed_out,
@@ -248,7 +248,7 @@ def capture(
 def _capture(call: _Call) -> Capture:
     started = time.perf_counter()
     function, args, kwargs, dynamic_dims = call.function, call.args, call.kwargs, call.dynamic_dims
-    with blank.where_made(_tensors(call.found, args, kwargs)):
+    with blank.where_made(discover.tensors(call.found, args, kwargs)):
         call, module, result = _trace_until_complete(call)
     discover.require_any(call.found, function)
     graph, asked = build.build_graph(module, call.session, result, call.bindings)
@@ -277,14 +277,6 @@ def _capture(call: _Call) -> Capture:
         sizes_of_values=None if call.sizes is None else call.sizes.where,
         is_blank=any(blank.is_blank(lifted.real) for lifted in call.session.lifted.values()),
     )
-
-
-def _tensors(found: Reachable, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[torch.Tensor]:
-    for module in found.modules.values():
-        yield from module.parameters()
-        yield from module.buffers()
-    leaves, _ = tree.flatten((args, kwargs))
-    yield from (leaf for leaf in leaves if isinstance(leaf, torch.Tensor))
 
 
 def _trace(call: _Call) -> tuple[_Call, fx.GraphModule, Collected]:
@@ -414,7 +406,7 @@ def _traced_run(call: _Call, collected: list[Collected]) -> list[Any]:
             _lift_loose_parameters(call, name, optimizer)
         args, kwargs = _lift_arguments(call)
         _lift_gradients(call)
-        hooks, names = _recording_torch.global_hooks(), _module_names(call.found)
+        hooks, names = _recording_torch.global_hooks(), discover.module_names(call.found)
         stack.enter_context(others_waiting(session, names))
         stack.callback(session.over.set)
         for module in call.found.modules.values():
@@ -578,14 +570,6 @@ def _lent_optimizer(call: _Call, name: str, optimizer: Optimizer) -> contextlib.
 def _lift(call: _Call, real: Any, slot: Slot, where: binding.Binding, dynamic_dims: tuple[int, ...] = ()) -> Any:
     call.bindings.setdefault(slot.id, where)
     return call.session.lift(real, slot, dynamic_dims)
-
-
-def _module_names(found: Reachable) -> dict[int, str]:
-    names: dict[int, str] = {}
-    for name, module in found.modules.items():
-        for path, submodule in module.named_modules():
-            names.setdefault(id(submodule), (found.prefix_of(name) + path).rstrip("."))
-    return names
 
 
 def _indifferent_parameters(call: _Call, graph: StepGraph) -> tuple[torch.Tensor, ...]:

@@ -159,6 +159,24 @@ def with_missed(found: Reachable, owner: nn.Module | Optimizer) -> Reachable:
     return replace(found, optimizers=optimizers, wrappers={**found.wrappers, **wrappers})
 
 
+def tensors(found: Reachable, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[torch.Tensor]:
+    """All tensors of models and arguments."""
+    for module in found.modules.values():
+        yield from module.parameters()
+        yield from module.buffers()
+    leaves, _ = tree.flatten((args, kwargs))
+    yield from (leaf for leaf in leaves if isinstance(leaf, torch.Tensor))
+
+
+def module_names(found: Reachable) -> dict[int, str]:
+    """By id: where modules stand in their models."""
+    names: dict[int, str] = {}
+    for name, module in found.modules.items():
+        for path, submodule in module.named_modules():
+            names.setdefault(id(submodule), (found.prefix_of(name) + path).rstrip("."))
+    return names
+
+
 def looked_in(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], found: Reachable) -> str:
     """Where models and optimizers were looked for, in words."""
     arguments = [*argument_names(function, len(args)), *kwargs]

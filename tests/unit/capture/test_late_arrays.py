@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -62,33 +61,14 @@ def test_the_array_of_a_parameter_is_its_memory() -> None:
     assert np.shares_memory(shown, twins.worlds[1].model.first.weight.detach().numpy())
 
 
-@pytest.mark.parametrize(
-    "look",
-    [
-        lambda array: array + 1,
-        lambda array: array.shape,
-        lambda array: 1 if array > 3 else 2,
-        lambda array: array[0],
-        float,
-        len,
-        str,
-        copy.deepcopy,
-        np.mean,
-        np.isfinite,
-        lambda array: np.stack([array, array]),
-        np.asarray,
-        torch.from_numpy,
-        torch.as_tensor,
-        lambda array: {array: 1},
-    ],
-)
+@pytest.mark.parametrize("look", [lambda array: array.data, lambda array: array.ctypes, memoryview, np.save])
 def test_who_looks_into_one_is_refused(look: Callable[[Any], Any]) -> None:
     def step(model: nn.Module, optimizer: Optimizer, features: Tensor, targets: Tensor) -> Any:
         loss = mse_step(model, optimizer, features, targets)
         return look(loss.detach().numpy())
 
     world = small_world()()
-    with pytest.raises(wholestep.CaptureError, match=r"late_arrays.py:\d+: .*array of a tensor .*Return the array"):
+    with pytest.raises(wholestep.CaptureError, match=r"late_arrays.py:\d+: "):
         wholestep.compile(step)(world.model, world.optimizer, X, Y)
 
 

@@ -22,7 +22,7 @@ import numpy as np
 import torch
 
 if TYPE_CHECKING:
-    from wholestep.capture.record.late import LateLedger
+    from wholestep.capture.record.late_values import ValueLedger
 
 
 @dataclass(eq=False)
@@ -41,7 +41,7 @@ class About:
     value that it has in this call. `seen` is the memory that it shares, as it was when the value was made.
     """
 
-    ledger: LateLedger
+    ledger: ValueLedger
     name: str | None
     samples: Callable[[], list[Any]]
     find: Callable[[], Any]
@@ -179,7 +179,7 @@ class LateMethod:
 class MethodOfNumber(LateMethod):
     """A method of a number."""
 
-    def __init__(self, ledger: LateLedger, owner: Any, name: str) -> None:
+    def __init__(self, ledger: ValueLedger, owner: Any, name: str) -> None:
         super().__init__(owner, name)
         self._ledger = ledger
 
@@ -234,11 +234,12 @@ for _name in ("float", "int", "complex", "index", "delitem", "reduce", "reduce_e
     setattr(LateArray, f"__{_name}__", _refused)
 for _name in ("array_interface", "array_struct"):
     setattr(LateArray, f"__{_name}__", property(_refused))
-for _name in """
+_ASKED = """
     add radd sub rsub mul rmul truediv rtruediv floordiv rfloordiv mod rmod pow rpow and rand or ror xor rxor
     eq ne lt le gt ge bool int float complex index len iter getitem setitem delitem contains hash repr str format
     neg pos abs invert round call enter exit array reduce reduce_ex
-""".split():
+"""
+for _name in _ASKED.split():
     setattr(LateObject, f"__{_name}__", lambda self, *_args, **_kwargs: self.refuse())
 
 

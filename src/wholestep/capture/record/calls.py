@@ -52,7 +52,6 @@ from wholestep.capture.record.again import AsksBefore
 from wholestep.capture.record.arrays import LateObject
 from wholestep.capture.record.caches import cached_call
 from wholestep.capture.record.follow import is_of_stdlib
-from wholestep.capture.record.imports import require_loaded
 from wholestep.capture.record.places import CONTAINERS, Step, is_open, is_plain
 
 if TYPE_CHECKING:
@@ -418,21 +417,6 @@ def _num_rows(tensor: torch.Tensor) -> Any:
     return tensor.shape[0]
 
 
-def _get_attributes(recorder: Recorder, getter: Any, args: tuple[Any, ...]) -> None:
-    """`operator.attrgetter("a.b")(owner)`."""
-    for name in getter.__reduce__()[1]:
-        owner = args[0]
-        for part in name.split("."):
-            recorder.read_attribute(owner, part)
-            owner = getattr(owner, part, None)
-
-
-def _get_items(recorder: Recorder, getter: Any, args: tuple[Any, ...]) -> None:
-    """`operator.itemgetter(0)(owner)`."""
-    for key in getter.__reduce__()[1]:
-        recorder.read_subscript(args[0], key)
-
-
 def _call_method(recorder: Recorder, caller: Any, args: tuple[Any, ...]) -> None:
     """`operator.methodcaller("name")(owner)`."""
     name, *_ = caller.__reduce__()[1]
@@ -441,8 +425,8 @@ def _call_method(recorder: Recorder, caller: Any, args: tuple[Any, ...]) -> None
 
 
 _GETTERS: dict[type, Callable[..., None]] = {
-    operator.attrgetter: _get_attributes,
-    operator.itemgetter: _get_items,
+    operator.attrgetter: simple_calls.get_attributes,
+    operator.itemgetter: simple_calls.get_items,
     operator.methodcaller: _call_method,
 }
 
@@ -536,16 +520,6 @@ def _isinstance(recorder: Recorder, function: Any, args: tuple[Any, ...], _kwarg
     return lambda one, cls: recorder.asked_again(issubclass, type(one), cls)
 
 
-def _imports(_recorder: Recorder, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    require_loaded(*args, **kwargs)
-    return function
-
-
-def _is_subclass(recorder: Recorder, function: Any, args: tuple[Any, ...], _kwargs: dict[str, Any]) -> Any:
-    whole.read_reached(recorder, args[1])
-    return function
-
-
 def _quiet(_recorder: Recorder, function: Any, _args: tuple[Any, ...], _kwargs: dict[str, Any]) -> Any:
     return function
 
@@ -597,8 +571,8 @@ BUILTINS: dict[Any, Handler] = {
     nn.Module.train: simple_calls.train,
     nn.Module.eval: simple_calls.train,
     isinstance: _isinstance,
-    importlib.import_module: _imports,
-    issubclass: _is_subclass,
+    importlib.import_module: simple_calls.imports,
+    issubclass: simple_calls.is_subclass,
     callable: _quiet,
     super: _quiet,
     type: _type,

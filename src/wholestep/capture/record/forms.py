@@ -17,8 +17,7 @@ from typing import Any
 import numpy as np
 import torch
 
-_OF_FORMS = frozenset(
-    """
+_OF_FORMS_TEXT = """
     all allclose any amax amin argmax argmin argpartition argsort around array array2string array_equal array_split
     asanyarray asarray ascontiguousarray asfortranarray astype atleast_1d atleast_2d atleast_3d average block bool_
     broadcast_arrays broadcast_to choose clip column_stack concatenate conj conjugate convolve copy corrcoef correlate
@@ -29,17 +28,16 @@ _OF_FORMS = frozenset(
     quantile ravel real imag repeat reshape roll rollaxis rot90 round searchsorted sinc sort split squeeze stack std sum
     swapaxes take take_along_axis tensordot tile tolist trace transpose trapezoid tri tril triu unwrap var vdot view
     vsplit vstack where zeros_like det inv slogdet matrix_power multi_dot solve
-    """.split()
-)
+"""
+_OF_FORMS = frozenset(_OF_FORMS_TEXT.split())
 """Functions and methods whose result has a form that the forms of arguments decide."""
-_OF_VALUES = frozenset(
-    """
+_OF_VALUES_TEXT = """
     argwhere bincount compress delete extract flatnonzero insert intersect1d nonzero setdiff1d setxor1d trim_zeros
     union1d unique unique_counts unique_inverse unique_values eig eigh eigvals eigvalsh svd qr cholesky lstsq pinv
-    matrix_rank histogram2d histogramdd histogram_bin_edges apply_along_axis polyfit polyval tobytes unravel_index
+    matrix_rank histogram2d histogramdd histogram_bin_edges polyfit polyval tobytes unravel_index
     ravel_multi_index indices cond
-    """.split()
-)
+"""
+_OF_VALUES = frozenset(_OF_VALUES_TEXT.split())
 _IN_PLACE = frozenset(["sort", "partition", "fill", "put", "itemset"])
 """Methods that write to their array."""
 _TOTAL = frozenset(["sum", "mean", "std", "var", "all", "any", "copy", "ravel", "flatten", "tolist"])

@@ -7,13 +7,13 @@ import functools
 import math
 import operator
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import numpy as np
 import torch
 
-from wholestep.capture.record import forms, whole
+from wholestep.capture.record import forms, number_calls, whole
 from wholestep.capture.record.arrays import LateArray, LateMethod, LateObject
 from wholestep.capture.record.late_values import has_late, is_late_value, late_parts
 from wholestep.capture.record.numbers import Number, are_numbers, kinds_of
@@ -34,12 +34,17 @@ def chosen(recorder: Recorder, function: Any, args: tuple[Any, ...], kwargs: dic
     if isinstance(function, LateMethod):
         return function
     given = (*args, *kwargs.values())
+    if isinstance(getattr(function, "__self__", None), torch.Tensor) and function.__name__ == "__getitem__":
+        return lambda key: function(as_index(recorder, key))
     if is_made(function, args):
         return functools.partial(recorder.make_tensor, function)
+    if number_calls.is_torchs(function):
+        number_calls.refuse_arrays(given)  # which C code would look into, where nobody asks them
+        return None
     if forms.is_numpys(function) or isinstance(getattr(function, "__self__", None), np.ufunc):
         return functools.partial(_of_numpy, recorder, function) if has_late(given) else None
     owner = getattr(function, "__self__", None)
-    if isinstance(owner, np.ndarray) and type(owner) is not LateArray and has_late(given):
+    if issubclass(type(owner), np.ndarray) and has_late(given):
         return functools.partial(_method_of_array, recorder, function)
     try:
         is_of_arrays, is_of_many = function in _OF_ARRAYS, function in _OF_MANY
@@ -61,14 +66,15 @@ def _is_computed(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -
     """Whether `max(losses)` or `sum(losses, 0.0)` can be computed later: of numbers and arrays, some of them late."""
     if kwargs or not args or not has_late(args):
         return False
-    if len(args) > 1 and function is not sum:
+    first, *others = args
+    if others and function is not sum:
         return _are_values(args) and any(type(arg) is LateArray for arg in args)  # numbers have a way of their own
-    if type(args[0]) is LateArray:
-        return args[0].late.is_certain
-    return isinstance(args[0], (list, tuple, collections.deque)) and _are_values((*args[0], *args[1:]))
+    if type(first) is LateArray:
+        return first.late.is_certain
+    return isinstance(first, (list, tuple, collections.deque)) and _are_values([*first, *others])
 
 
-def _are_values(values: tuple[Any, ...]) -> bool:
+def _are_values(values: Sequence[Any]) -> bool:
     return all(type(value) is LateArray or isinstance(value, np.ndarray) or are_numbers(value) for value in values)
 
 
@@ -115,12 +121,23 @@ def _is_pythons(number: Number) -> bool:
 
 def is_table(owner: Any, key: Any) -> bool:
     """Whether something known is asked for what stands at a place that is not."""
-    if isinstance(owner, np.ndarray):
-        return type(owner) is not LateArray and has_late(key)
+    if isinstance(owner, torch.Tensor):
+        return any(type(part) is LateArray for part in (key if type(key) is tuple else (key,)))
+    if issubclass(type(owner), np.ndarray):
+        return has_late(key)
     if type(owner) not in _TABLES or not (type(key) is LateArray or (type(key) is Number and has_late(key))):
         return False
     parts = owner.values() if isinstance(owner, dict) else owner
     return all(is_plain(part) or is_late_value(part) for part in parts)
+
+
+def refuse_in_item(recorder: Recorder, value: Any, owner: Any, key: Any) -> None:
+    """Refuse `owner[key] = value` where C code would look into an array that is not there yet."""
+    if isinstance(owner, torch.Tensor) and (is_table(owner, key) or type(value) in (LateArray, LateObject)):
+        recorder.refuse(
+            "writes to a tensor with an array that is only known when the step runs",
+            "Make a tensor of it first (torch.from_numpy)",
+        )
 
 
 class LateTable:
@@ -130,11 +147,22 @@ class LateTable:
         self._recorder, self._content = recorder, content
 
     def __getitem__(self, key: Any) -> Any:
+        if isinstance(self._content, torch.Tensor):
+            return self._content[as_index(self._recorder, key)]
         is_array = isinstance(self._content, np.ndarray)
         return self._recorder.late.noted(operator.getitem, (self._content, key), {}, of_forms=is_array)
 
 
+def as_index(recorder: Recorder, key: Any) -> Any:
+    """An index of a tensor, with tensors in place of arrays."""
+    if type(key) is tuple:
+        return tuple(as_index(recorder, part) for part in key)
+    return recorder.make_tensor(torch.tensor, key) if type(key) is LateArray else key
+
+
 def table(recorder: Recorder, owner: Any) -> LateTable:
+    if isinstance(owner, torch.Tensor):
+        return LateTable(recorder, owner)
     with recorder.deaf():
         if isinstance(owner, np.ndarray):
             recorder.expect_content(owner)

@@ -26,7 +26,10 @@ if TYPE_CHECKING:
 
 _CONTAINERS = (list, tuple, dict, collections.deque, slice)
 _TOTAL = frozenset(
-    [getattr(operator, f"__{name}__") for name in "add sub mul truediv eq ne lt le gt ge neg pos abs".split()]
+    [
+        getattr(operator, f"__{name}__")
+        for name in ["add", "sub", "mul", "truediv", "eq", "ne", "lt", "le", "gt", "ge", "neg", "pos", "abs"]
+    ]
 )
 _OF_INDICES = (operator.getitem, np.take)
 _MOST_PARTS = 10_000
@@ -73,7 +76,7 @@ def mapped(value: Any, change: Callable[[Any], Any]) -> Any:
         return {key: mapped(part, change) for key, part in value.items()}
     parts = [mapped(part, change) for part in value]
     kind: Any = type(value)
-    if kind is collections.deque:
+    if isinstance(value, collections.deque):
         return collections.deque(parts, value.maxlen)
     return kind._make(parts) if hasattr(kind, "_make") else (tuple if isinstance(value, tuple) else list)(parts)
 
@@ -145,7 +148,9 @@ class ValueLedger(Ledger):
         """The array that shares the memory of a traced tensor."""
         self.has_arrays = True
         find = lambda: self.leaf_of(tensor)[1]()  # noqa: E731
-        return LateArray(About(self, None, _once(make_samples), find, frozenset(), is_fixed, tensor, {Memory(tensor): None}))
+        return LateArray(
+            About(self, None, _once(make_samples), find, frozenset(), is_fixed, tensor, {Memory(tensor): None})
+        )
 
     def name(self, value: Any) -> str:
         """How a line names a late value as it is now."""
@@ -340,7 +345,7 @@ class ValueLedger(Ledger):
             return self.constant(value)
         if isinstance(value, dict):
             return f"{{{', '.join(f'{self.constant(key)}: {self.spelled(part)}' for key, part in value.items())}}}"
-        parts = "".join(f"{self.spelled(part)}, " for part in value)
+        parts = "".join(f"{self.spelled(part)}, " for part in _parts(value))
         if isinstance(value, collections.deque):
             return f"{self.constant(collections.deque)}([{parts}], {value.maxlen})"
         if isinstance(value, list):
@@ -375,8 +380,8 @@ class ValueLedger(Ledger):
                 before = value.late.samples() if is_certain else [value.late.find()]
                 if any(np.may_share_memory(one, other) for one in before for other in made):
                     for memory, then in value.late.seen.items():
-                        is_tensors = memory.tensor is not None and then is None
-                        seen[memory] = self.node_of(memory.tensor) if is_tensors else then
+                        tensor = memory.tensor if then is None else None
+                        seen[memory] = then if tensor is None else self.node_of(tensor)
         for array in forms.arrays_in([*args, *kwargs.values()]):
             if any(np.may_share_memory(array, one) for one in made):
                 self.looked("makes a view of an array by one that is only known when the step runs", "Copy it first")
@@ -408,7 +413,8 @@ class ValueLedger(Ledger):
                 )
                 for index in range(len(first))
             ]
-            return type(first)._make(parts) if hasattr(first, "_make") else type(first)(parts)
+            kind: Any = type(first)
+            return kind._make(parts) if hasattr(kind, "_make") else kind(parts)
         if isinstance(first, np.ndarray) and first.dtype != object:
             self.has_arrays = True
             return LateArray(About(self, self.line(text), lambda: results, find, origins, is_certain, None, seen))
@@ -510,4 +516,3 @@ def _is_data(value: Any) -> bool:
 
 def _is_over() -> NoReturn:
     raise AssertionError("the trace is over")
-

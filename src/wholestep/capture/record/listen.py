@@ -146,6 +146,8 @@ def _slice(recorder: Recorder, owner: Any, _start: Any, _stop: Any) -> None:
 
 @_hook(0)
 def _set_item(recorder: Recorder, value: Any, owner: Any, key: Any) -> None:
+    if recorder.late.is_used:
+        late_calls.refuse_in_item(recorder, value, owner, key)
     if isinstance(owner, (torch.Tensor, np.ndarray)) or type(key) is slice:  # takes what is in the value
         whole.read_reached(recorder, key, value)
     reads.write_item(recorder, owner, "__setitem__", key, value)

@@ -9,13 +9,14 @@ import math
 import operator
 import sys
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 
 from wholestep.capture.record import numbers
+from wholestep.capture.record.arrays import LateArray, LateObject
 
 if TYPE_CHECKING:
     from wholestep.capture.record.recorder import Recorder
@@ -64,6 +65,15 @@ COMPARING: dict[Any, Callable[..., int]] = {bisect.bisect_left: _bisect_left, bi
 def is_on_numbers(function: Any) -> bool:
     """Whether a function of numbers gives a number, and can be computed again."""
     return isinstance(function, (types.BuiltinFunctionType, type, np.ufunc)) and function in ON_NUMBERS
+
+
+def refuse_arrays(given: Iterable[Any]) -> None:
+    """Refuse arrays among some values and in lists and tuples of them."""
+    for value in given:
+        if type(value) in (LateArray, LateObject):
+            value.refuse()
+        elif type(value) in (list, tuple):
+            refuse_arrays(value)
 
 
 def is_torchs(function: Any) -> bool:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from wholestep import _torch
 from wholestep.capture.record import texts
+from wholestep.capture.record.arrays import LateArray
 from wholestep.capture.record.numbers import Number, is_late, ledger_of
 
 if TYPE_CHECKING:
@@ -40,7 +41,7 @@ class Percent:
             late = self._late(value) if field["kind"] in _OF_NUMBERS and "*" not in field[0] else None
             if late is not None:
                 spec = field[0] if field["key"] is None else field[0].replace(field["key"], "", 1)
-                found[position] = ledger_of(late).text(_made, late, spec)
+                found[position] = _text_of(late, spec)
         numbers = itertools.count()
 
         def without(field: re.Match[str]) -> str:
@@ -54,7 +55,9 @@ class Percent:
 
     __imod__ = __mod__
 
-    def _late(self, value: Any) -> Number | None:
+    def _late(self, value: Any) -> Number | LateArray | None:
+        if type(value) is LateArray:
+            return value
         if type(value) is Number:
             return value if _is_put_in_later(self._recorder, value) else None
         number = self._recorder.number_in(value) if _torch.is_traced(value) else None
@@ -73,7 +76,16 @@ def formatting(recorder: Recorder, text: str, values: Any) -> Any:
 
 def _is_put_in_later(recorder: Recorder, value: Any) -> bool:
     """Whether a value is a number whose text is made after the graph has run."""
-    return is_late(value) or (type(value) is Number and recorder.ledger.text_later is not None)
+    return (
+        is_late(value) or type(value) is LateArray or (type(value) is Number and recorder.ledger.text_later is not None)
+    )
+
+
+def _text_of(value: Number | LateArray, spec: str) -> str:
+    if type(value) is Number:
+        return ledger_of(value).text(_made, value, spec)
+    assert type(value) is LateArray
+    return value.late.ledger.text_of(_made, value, spec)
 
 
 def _refuse_padding(recorder: Recorder, text: str, values: Any, given: list[Any]) -> None:

@@ -17,7 +17,7 @@ import sys
 import threading
 from collections.abc import Callable, Generator, Iterable
 from contextvars import ContextVar
-from types import CellType, FrameType, FunctionType, MethodType, SimpleNamespace
+from types import CellType, FrameType, FunctionType, SimpleNamespace
 from typing import Any, NoReturn
 
 import numpy as np
@@ -29,7 +29,6 @@ from wholestep import _torch
 from wholestep.capture import source
 from wholestep.capture.record import drawing, legacy, outside, participants, reads, whole
 from wholestep.capture.record.again import Missed, Unsymbolic
-from wholestep.capture.record.arrays import LateArray, LateObject
 from wholestep.capture.record.calls import BUILTINS, choose, told
 from wholestep.capture.record.caught import Caught
 from wholestep.capture.record.follow import Followers, functions_in, is_of_torch
@@ -40,7 +39,6 @@ from wholestep.capture.record.placed import PlacedNumbers
 from wholestep.capture.record.places import (
     ABSENT,
     ARGUMENTS,
-    PLAIN_TYPES,
     Expectation,
     Place,
     Rooted,
@@ -56,7 +54,6 @@ from wholestep.errors import CaptureError
 
 _MOST_ITEMS = 20_000
 _LOOKED_AFTER = (nn.Module, Optimizer, torch.Tensor)
-_SKIPPED: frozenset[type] = PLAIN_TYPES | {Number, torch.Size, LateArray, LateObject}
 
 
 class Recorder:
@@ -281,7 +278,7 @@ class Recorder:
 
     def namespace_of(self, owner: Any) -> dict[str, Any] | None:
         """The dict that holds an object's attributes, as a place of its own; None if it has none."""
-        namespace, place = _dict_of(owner), self._places.get(id(owner))
+        namespace, place = reads.dict_of(owner), self._places.get(id(owner))
         if namespace is not None and place is not None:
             known = self._places.get(id(namespace))
             is_elsewhere = known is not None and known.parent is not place and not isinstance(owner, _LOOKED_AFTER)
@@ -593,13 +590,3 @@ class Recorder:
 
 def _hashable(key: Any) -> Any:
     return key if is_plain(key) else Rooted(key)
-
-
-def _dict_of(owner: Any) -> dict[str, Any] | None:
-    if isinstance(owner, (type, CellType, MethodType)) or type(owner) in _SKIPPED:
-        return None
-    try:
-        namespace = object.__getattribute__(owner, "__dict__")
-    except (AttributeError, TypeError):
-        return None
-    return namespace if isinstance(namespace, dict) else None

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from wholestep import _torch
-from wholestep.capture.record import classes
+from wholestep.capture.record import classes, whole
+from wholestep.capture.record.imports import require_loaded
 
 if TYPE_CHECKING:
     from wholestep.capture.record.recorder import Recorder
@@ -50,3 +51,28 @@ def train(recorder: Recorder, method: Any, args: tuple[Any, ...], kwargs: dict[s
         recorder.wrote(recorder.namespace_of(module), "training")
         recorder.follow_all(type(module).train)
     return method
+
+
+def get_attributes(recorder: Recorder, getter: Any, args: tuple[Any, ...]) -> None:
+    """`operator.attrgetter("a.b")(owner)`."""
+    for name in getter.__reduce__()[1]:
+        owner = args[0]
+        for part in name.split("."):
+            recorder.read_attribute(owner, part)
+            owner = getattr(owner, part, None)
+
+
+def get_items(recorder: Recorder, getter: Any, args: tuple[Any, ...]) -> None:
+    """`operator.itemgetter(0)(owner)`."""
+    for key in getter.__reduce__()[1]:
+        recorder.read_subscript(args[0], key)
+
+
+def imports(_recorder: Recorder, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    require_loaded(*args, **kwargs)
+    return function
+
+
+def is_subclass(recorder: Recorder, function: Any, args: tuple[Any, ...], _kwargs: dict[str, Any]) -> Any:
+    whole.read_reached(recorder, args[1])
+    return function

@@ -122,7 +122,7 @@ def refuse_made_of(recorder: Recorder, values: Iterable[Any]) -> None:
 
 def may_make(recorder: Recorder) -> bool:
     """Whether there are numbers of which the step would make text with something missing."""
-    return bool(recorder.late.found) or (recorder.ledger.text_later is not None and bool(recorder.ledger.lines))
+    return recorder.late.is_used or (recorder.ledger.text_later is not None and bool(recorder.ledger.lines))
 
 
 def _refuse(recorder: Recorder, values: Iterable[Any], *, is_deep: bool) -> None:

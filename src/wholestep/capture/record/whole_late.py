@@ -224,7 +224,9 @@ class _Trial:
                 self._writes = any(map(_is_changed, kept.values()))
             finally:
                 calls.running = None
-        shares = [np.may_share_memory(a, b) for a in forms.arrays_in([*args, *kwargs.values()]) for b in _arrays(result)]
+        shares = [
+            np.may_share_memory(a, b) for a in forms.arrays_in([*args, *kwargs.values()]) for b in _arrays(result)
+        ]
         if any(shares):
             raise NotWhole(self.key)
         return _settled(result)
@@ -337,7 +339,7 @@ def _returns_nothing(code: CodeType) -> bool:
     previous = None
     for instruction in dis.get_instructions(code):
         is_none = previous is not None and previous.opname == "LOAD_CONST" and previous.argval is None
-        if instruction.opname == "RETURN_VALUE" and not is_none:
+        if instruction.opname == "RETURN_VALUE" and (instruction.is_jump_target or not is_none):
             return False
         if instruction.opname == "RETURN_CONST" and instruction.argval is not None:
             return False
