@@ -7,7 +7,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 import torch.nn.functional as F
 from tests.twins import Twins, World, mse_step, pair, small_world
 from torch import Tensor, nn
@@ -61,7 +60,7 @@ def test_the_array_of_a_parameter_is_its_memory() -> None:
     assert np.shares_memory(shown, twins.worlds[1].model.first.weight.detach().numpy())
 
 
-@pytest.mark.parametrize("look", [lambda array: array.data, lambda array: array.ctypes, memoryview, np.save])
+@pytest.mark.parametrize("look", [lambda array: array.data, lambda array: array.ctypes, lambda array: np.save(array, 1)])
 def test_who_looks_into_one_is_refused(look: Callable[[Any], Any]) -> None:
     def step(model: nn.Module, optimizer: Optimizer, features: Tensor, targets: Tensor) -> Any:
         loss = mse_step(model, optimizer, features, targets)

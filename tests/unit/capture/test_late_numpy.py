@@ -66,7 +66,7 @@ COMPUTED: dict[str, Compute] = {
     "looked up": lambda a, t, loss: (WEIGHTS[a.argmax(1)], NAMES[a.argmax(1)[0]], a[np.arange(len(a)), a.argmax(1)]),
     "written": lambda a, t, loss: written(a),
     "compared": lambda a, t, loss: {"better": loss.item() < 1.2, "small": a.mean() < 0.1, "all": bool((a < 9).all())},
-    "as text": lambda a, t, loss: (f"{a.mean():.2f} {a[0]}", "%.3f %s" % (loss.numpy(), loss.numpy()), str(a)),
+    "as text": lambda a, t, loss: (f"{a.mean():.2f} {a[0]}", "%.3f %s" % (loss.numpy(), a[0]), str(a)),  # noqa: UP031
     "scalars": lambda a, t, loss: (
         a.mean() * 3,
         2 / a.max(),
@@ -93,7 +93,7 @@ def keeping(world: World, features: Tensor, targets: Tensor) -> None:
     world.total += value * features.shape[0]
     world.best = max([world.best, float(value)])
     world.seen.append(np.round(value, 2))
-    print("mean %.3f" % np.mean(world.seen[-1:]), value)
+    print("mean %.3f" % np.mean(world.seen[-1:]), value)  # noqa: UP031
 
 
 def test_kept_and_printed(capsys: pytest.CaptureFixture[str]) -> None:

@@ -165,7 +165,7 @@ def _call_later(recorder: Recorder, function: FunctionType, *args: Any, **kwargs
         if trial.outputs:
             recorder.outputs.append(Said(function, args, kwargs, None, trial.key, trial.reached))
         return None
-    if trial.outputs or trial.reads_written or _is_traced(result):
+    if trial.outputs or trial.reads_written or not _is_handed_out(result):
         raise NotWhole(key)
     return late.noted_whole(trial.text(), result, trial.given)
 
@@ -302,8 +302,20 @@ def _same_parts(now: Any, then: Any) -> bool:
     return now is then
 
 
-def _arrays(result: Any) -> list[Any]:
-    return [*forms.arrays_in([*result.values()] if type(result) is dict else [result])]
+def _arrays(result: Any) -> Iterator[Any]:
+    if issubclass(type(result), np.ndarray):
+        yield result
+    elif isinstance(result, CONTAINERS):
+        for part in result.values() if isinstance(result, dict) else result:
+            yield from _arrays(part)
+
+
+def _is_handed_out(result: Any) -> bool:
+    """Whether a result is made of plain values and arrays: another object may lead to what the call was given."""
+    if type(result) in (list, tuple, dict, set, frozenset):
+        parts = [*result.keys(), *result.values()] if type(result) is dict else result
+        return all(map(_is_handed_out, parts))
+    return is_plain(result) or (type(result) is np.ndarray and result.dtype != object)
 
 
 def _settled(value: Any) -> Any:
@@ -313,14 +325,6 @@ def _settled(value: Any) -> Any:
     if type(value) is dict:
         return {key: _settled(part) for key, part in value.items()}
     return type(value)(map(_settled, value)) if type(value) in (list, tuple) else value
-
-
-def _is_traced(value: Any) -> bool:
-    if isinstance(value, (torch.Tensor, torch.SymInt, torch.SymFloat)):
-        return True
-    if isinstance(value, dict):
-        return any(map(_is_traced, value.values()))
-    return isinstance(value, (list, tuple)) and any(map(_is_traced, value))
 
 
 def _is_changed(kept: Kept) -> bool:
