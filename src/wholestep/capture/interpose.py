@@ -49,7 +49,10 @@ _READS_A_VALUE = {
 }
 # More than a number: an array, or text.
 _SHOWS_A_VALUE = (torch.Tensor.numpy, torch.Tensor.__array__, torch.Tensor.__format__, torch.Tensor.__repr__)
-_NO_SYMBOLIC_KERNEL = (F.pad, torch.constant_pad_nd, F.linear)
+_NO_SYMBOLIC_KERNEL = (
+    *(F.pad, torch.constant_pad_nd, F.linear),
+    *(F.cosine_embedding_loss, F.margin_ranking_loss, F.hinge_embedding_loss, F.cosine_similarity),
+)
 _RECURRENT = (torch.lstm, torch.gru, torch.rnn_tanh, torch.rnn_relu)
 _DIFFERENCES: dict[Callable[..., Any], Callable[..., Any]] = {
     torch.sub: torch.add,

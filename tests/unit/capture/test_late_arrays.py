@@ -60,7 +60,7 @@ def test_the_array_of_a_parameter_is_its_memory() -> None:
     assert np.shares_memory(shown, twins.worlds[1].model.first.weight.detach().numpy())
 
 
-@pytest.mark.parametrize("look", [lambda array: array.data, lambda array: array.ctypes, lambda array: np.save(array, 1)])
+@pytest.mark.parametrize("look", [lambda a: a.data, lambda a: a.ctypes, lambda a: np.save(a, 1)])
 def test_who_looks_into_one_is_refused(look: Callable[[Any], Any]) -> None:
     def step(model: nn.Module, optimizer: Optimizer, features: Tensor, targets: Tensor) -> Any:
         loss = mse_step(model, optimizer, features, targets)

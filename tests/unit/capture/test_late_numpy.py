@@ -55,7 +55,7 @@ def written(array: Any) -> Any:
 
 COMPUTED: dict[str, Compute] = {
     "accuracy": lambda a, t, loss: [np.mean(np.argmax(a, axis=1) == 1), np.sum(a.argmax(1) == 2) / float(a.size)],
-    "types": lambda a, t, loss: (type(a.mean()), a.dtype, a.ndim, a.shape, len(a), isinstance(a.max(), float)),
+    "types": lambda a, t, loss: (type(a.mean()), a.dtype.name, a.ndim, a.shape, len(a), isinstance(a.max(), float)),
     "joined": lambda a, t, loss: np.concatenate([a, a[:2], np.stack([a, a])[0]], axis=0),
     "of numbers": lambda a, t, loss: (np.array([loss.item(), 2, a.max()]) / 3, np.mean([loss.item(), 1.0])),
     "python": lambda a, t, loss: (float(a.max()), round(float(a.mean()), 2), int(a[0, 0] * 9), a[0].tolist()),
@@ -182,6 +182,13 @@ def stale(model: Any, optimizer: Optimizer, features: Tensor, targets: Tensor) -
     return row.sum()
 
 
+def kept_view(model: Any, optimizer: Optimizer, features: Tensor, targets: Tensor) -> Any:
+    optimizer.zero_grad()
+    F.mse_loss(model(features), targets).backward()
+    optimizer.step()
+    return model.first.weight.detach().numpy()[0]
+
+
 def two_views(array: Any, output: Tensor, loss: Tensor) -> Any:
     copied = array.copy()
     row = copied[0]
@@ -193,10 +200,7 @@ REFUSED: dict[str, tuple[Any, str]] = {
     "branch": (after(lambda a, t, loss: 1 if a.mean() > 0.5 else 2), "a comparison needs a value"),
     "a set": (after(lambda a, t, loss: {*a[0]}), "needs a value"),
     "a view of a parameter, later": (stale, "uses a view of an array that was written to since"),
-    "a view that is kept": (
-        after(lambda a, t, loss: None) and (lambda m, o, x, y: (m.first.weight.detach().numpy()[0], o.step())),
-        "a view of an array of a parameter",
-    ),
+    "a view that is kept": (kept_view, "a view of an array of a parameter"),
     "a view, written through its base": (after(two_views), "uses a view of an array that was written to since"),
     "memory of a tensor": (after(lambda a, t, loss: a.fill(0)), "shares its memory with a tensor"),
     "out": (after(lambda a, t, loss: np.add(a, 1, out=np.zeros((6, 3)))), "with an array that is only known"),

@@ -59,6 +59,16 @@ def selected(model, features, mask, classes):
     return F.mse_loss(torch.masked_select(out, mask), torch.masked_select(classes.float(), mask))
 
 
+def compared_rows(model, features, mask, classes):
+    """Losses whose kernels in C++ take plain sizes only."""
+    out = model(features)
+    rows, others = out[mask], torch.tanh(out[mask]) + 1
+    signs = (classes[mask] > 0) * 2 - 1
+    pairs = F.cosine_embedding_loss(rows, others, signs) + F.cosine_similarity(rows, others).sum()
+    ranks = F.margin_ranking_loss(rows[:, 0], others[:, 1], signs)
+    return pairs + ranks + F.hinge_embedding_loss(rows[:, 1], signs)
+
+
 def assigned(model, features, mask, classes):
     out = model(features).clone()
     out[mask] = 0.5
@@ -139,6 +149,7 @@ LOSSES = {
     divided_by_rows: 1,
     divided_by_mask: 1,
     selected: 1,
+    compared_rows: 1,
     assigned: 1,
     assigned_rows: 2,
     assigned_vector: 3,

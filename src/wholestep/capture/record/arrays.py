@@ -102,7 +102,9 @@ class LateArray:
         about = self.late
         if name in _OF_FORM:
             about.ledger.require_form(self)
-            return about.tensor.shape if name == "shape" and about.tensor is not None else getattr(about.sample, name)
+            if name == "shape" and about.tensor is not None:
+                return tuple(about.tensor.shape)
+            return getattr(about.sample, name)
         if name in ("T", "real", "imag"):
             return about.ledger.noted(getattr, (self, name), {})
         found = getattr(np.ndarray, name, None)

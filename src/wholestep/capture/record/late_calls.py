@@ -51,7 +51,7 @@ def chosen(recorder: Recorder, function: Any, args: tuple[Any, ...], kwargs: dic
     except TypeError:  # bound to something that has no hash
         return None
     if is_of_arrays or function in (abs, round, pow):
-        is_one = any(type(value) is LateArray for value in given)
+        is_one = any(type(value) is LateArray or (function is bool and is_late_value(value)) for value in given)
         return functools.partial(recorder.late.noted_call, function) if is_one else None
     if is_of_many and _is_computed(function, args, kwargs):
         for arg in args:
@@ -178,11 +178,6 @@ def is_instance(recorder: Recorder, value: LateObject, kinds: Any) -> bool:
     """`isinstance(value, kinds)`; the type is looked at again at each call."""
     recorder.late.require_form(value)
     return isinstance(value.late.find(), kinds)
-
-
-def is_of_kind(value: Any, *kinds: type) -> bool:
-    """Whether a value is a late number of one of some types, whatever it is."""
-    return type(value) is Number and all(kind in kinds for kind in kinds_of(value))
 
 
 def snapshot(value: Any) -> Any:

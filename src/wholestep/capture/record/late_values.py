@@ -400,7 +400,7 @@ class ValueLedger(Ledger):
         """What stands in for a result; `text` is a line that makes it."""
         first = results[0]
         is_group = type(first) in (list, tuple) or (isinstance(first, tuple) and hasattr(first, "_make"))
-        if is_group and is_certain:
+        if is_group and (is_certain or isinstance(first, tuple)):  # as `np.nonzero` gives one for each dimension
             name = self.line(text)
             parts = [
                 self._wrapped(
@@ -408,7 +408,7 @@ class ValueLedger(Ledger):
                     [one[index] for one in results],
                     lambda index=index: find()[index],
                     origins,
-                    is_certain=True,
+                    is_certain=is_certain,
                     seen=seen,
                 )
                 for index in range(len(first))
