@@ -164,11 +164,17 @@ def with_an_array(array: Any) -> Any:
     return array.sum()
 
 
+def with_a_cache(loss: float, cache: list[float] = []) -> int:  # noqa: B006
+    cache.append(1.0 if loss > LIMIT else 0.0)
+    return len(cache)
+
+
 NOT_WHOLE: dict[str, Callable[[World, Tensor, Tensor], Any]] = {
     "torch": lambda world, loss, out: with_torch(loss.item()),
     "draw": lambda world, loss, out: with_a_draw(loss.item()),
     "write": lambda world, loss, out: with_a_write(loss.item()),
     "argument": lambda world, loss, out: with_a_written_argument([loss.item(), 2.0]),
+    "cache": lambda world, loss, out: with_a_cache(loss.item()),
     "print": lambda world, loss, out: with_a_print_and_a_result(loss.item()),
     "written before": lambda world, loss, out: with_what_was_written(world, loss.item()),
     "array": lambda world, loss, out: with_an_array(out.numpy()),
@@ -189,6 +195,36 @@ def test_what_is_not_safe_is_refused(use: Callable[[World, Tensor, Tensor], Any]
     with pytest.raises(CaptureError, match=r"test_whole_late.py:\d+: .*value|array"):
         wholestep.compile(step)(world, *pair())
     assert (random.getstate(), len(seen), world.number) == (state, length, 0)
+
+
+def make_scaled(factor: float) -> tuple[Callable[[float], float], Callable[[float], None]]:
+    def scaled(loss: float) -> float:
+        return loss * factor
+
+    def change(value: float) -> None:
+        nonlocal factor
+        factor = value
+
+    return scaled, change
+
+
+scaled, change = make_scaled(2.0)
+
+
+def graded_by_helper(loss: float) -> str:
+    return "high" if scaled(loss) > LIMIT else "low"
+
+
+def test_a_helper_that_the_step_calls_as_well_is_guarded() -> None:
+    def step(world: World, features: Tensor, targets: Tensor) -> Any:
+        loss = mse_step(world.model, world.optimizer, features, targets)
+        return graded_by_helper(loss.item()), scaled(loss.item())
+
+    twins = Twins(small_world(), step, call=lambda world, step, *args: step(world, *args))
+    for factor in (2.0, 2.0, 0.5, 0.25):
+        change(factor)
+        twins.step(*pair())
+    change(2.0)
 
 
 def test_a_result_that_is_branched_on_is_refused() -> None:

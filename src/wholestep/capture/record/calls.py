@@ -443,6 +443,8 @@ def _pick(symbolic: Callable[[Any, Any], Any]) -> Handler:
             return functools.partial(number_calls.with_symbols, recorder, symbolic)
         if len(args) > 1 and not kwargs and any(map(numbers.is_late, args)) and numbers.are_numbers(*args):
             return functools.partial(number_calls.compute, function)
+        if len(args) > 1 and not kwargs and any(map(_torch.is_traced, args)):
+            return functools.partial(late_calls.pick, recorder, function)
         _give(recorder, args, kwargs)
         return function
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import os
 import sysconfig
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from types import CellType, CodeType, FunctionType, MethodType
 from typing import Any
 
@@ -131,6 +131,17 @@ class Followers:
             for name, member in list(vars(base).items()):
                 if isinstance(member, FunctionType) and name.startswith("__") and name.endswith("__"):
                     yield base, name, member
+
+    def remembered(self) -> Callable[[], None]:
+        """What forgets all that is followed from here on."""
+        codes, classes = {*self._codes}, {*self._classes}
+
+        def forget() -> None:
+            for function in [function for function in self._codes if function not in codes]:
+                function.__code__ = self._codes.pop(function)
+            self._classes.intersection_update(classes)
+
+        return forget
 
     def restore(self) -> None:
         """Give all functions their own code back."""

@@ -24,7 +24,7 @@ import torch
 from wholestep import _recording_torch
 from wholestep.capture.record.forms import form_of
 from wholestep.capture.record.late_values import ValueLedger
-from wholestep.capture.record.numbers import Later, Number, ledger_of, name_of, settled
+from wholestep.capture.record.numbers import Later, Number, ledger_of, name_of, settled, value_of
 from wholestep.capture.record.places import same
 from wholestep.capture.record.texts import marked
 
@@ -156,6 +156,15 @@ class LateLedger(ValueLedger):
         code = self.slice_of([], [f"assume({self.constant(form_of)}({name}) == {self.constant(form)})"])
         numbers = self.numbers
         self.require(lambda tensors: code.run(tensors, numbers), code.leaves, None)
+
+    def outcome_of(self, number: Number) -> bool:
+        """Which way this call goes, without asking whether the step may look: the graph looks again at each call."""
+        if not self.can_find():
+            self.require_known(number)
+        outcome, numbers = bool(value_of(number)), self.numbers
+        code = self.slice_of([], [f"assume({'' if outcome else 'not '}{name_of(number)})"])
+        self.require(lambda tensors: code.run(tensors, numbers), code.leaves, None)
+        return outcome
 
     def slice_of(self, wanted: Iterable[str], assumptions: Iterable[str] = ()) -> Code:
         """The lines that some names and assumptions need."""

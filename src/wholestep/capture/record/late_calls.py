@@ -97,6 +97,19 @@ def _read(recorder: Recorder, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
         whole.read_reached(recorder, *args, *kwargs.values())
 
 
+def pick(recorder: Recorder, function: Any, *args: Any) -> Any:
+    """`max(eps, rms)` of tensors and numbers: the very one that Python takes, which the graph looks at again."""
+    is_max = function is max
+    found, *others = args
+    for other in others:
+        is_taken = other > found if is_max else other < found
+        if isinstance(is_taken, torch.Tensor):
+            number = recorder.number_in(is_taken)
+            is_taken = recorder.late.outcome_of(number) if type(number) is Number else bool(is_taken)
+        found = other if is_taken else found
+    return found
+
+
 # Tensors of arrays
 
 FROM_DATA = (torch.tensor, torch.from_numpy, torch.as_tensor, torch.asarray)

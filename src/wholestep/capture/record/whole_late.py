@@ -213,10 +213,11 @@ class _Trial:
         self._found = finder(self.given)()
         args, kwargs = self._values = _read_only(self._found)
         self._before = _shape_of(self._values)
-        recorder.follow(self.function)
         num_outputs = len(recorder.outputs)
         calls = recorder.whole_calls
         with _scratch(recorder) as kept:
+            recorder.follow(self.function)
+            recorder.read_defaults(self.function)
             calls.running = self.key
             try:
                 result = self.function(*args, **kwargs)
@@ -434,9 +435,11 @@ def _scratch(recorder: Recorder) -> Generator[dict[int, Kept]]:
     ledger = recorder.ledger
     lines, leaves = len(ledger.lines), dict(ledger.leaves)
     kept = recorder.kept = dict[int, Kept]()
+    forget = recorder.followers.remembered()
     try:
         yield kept
     finally:
+        forget()
         for one in reversed(kept.values()):
             one.restore()
         vars(recorder).update(books)
