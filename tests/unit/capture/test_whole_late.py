@@ -54,6 +54,10 @@ def found(loss: float) -> tuple[Any, str] | None:
     return (loss, "high") if loss > 1.9 else None
 
 
+def largest(values: list[float]) -> list[float]:
+    return sorted(values, reverse=True)[:2]
+
+
 def spelled(rows: list[list[float]]) -> list[str]:
     return ["".join("x" if value > 0 else "" for value in row) for row in rows]
 
@@ -77,7 +81,8 @@ def of_lists(world: World, features: Tensor, targets: Tensor) -> Any:
     errors = sum(distance(a, b) for a, b in zip((output > 0).int().tolist(), (targets > 0).int().tolist()))
     world.history.append(errors)
     value, grade = graded(loss.item(), LIMIT)
-    return errors / 3, value, grade, named(output[0].tolist()), spelled(output.tolist())
+    rows = spelled(output.tolist())
+    return errors / 3, value, grade, named(output[0].tolist()), rows, sum(largest(output[0].tolist()))
 
 
 def test_loops_and_branches() -> None:

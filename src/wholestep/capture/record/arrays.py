@@ -74,6 +74,19 @@ class LateObject:
     def __getattr__(self, name: str) -> Any:
         return self.refuse()
 
+    def __len__(self) -> int:
+        return len(self._parts())
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self._parts())
+
+    def __getitem__(self, key: Any) -> Any:
+        return self._parts()[key]
+
+    def _parts(self) -> Any:
+        """What a list, tuple or dict holds, which is then expected to have this form at each call."""
+        return self.late.ledger.parts_of(self)
+
 
 class LateArray:
     """Stands in for an array; whoever asks is told it is one."""
@@ -238,7 +251,7 @@ for _name in ("array_interface", "array_struct"):
     setattr(LateArray, f"__{_name}__", property(_refused))
 _ASKED = """
     add radd sub rsub mul rmul truediv rtruediv floordiv rfloordiv mod rmod pow rpow and rand or ror xor rxor
-    eq ne lt le gt ge bool int float complex index len iter getitem setitem delitem contains hash repr str format
+    eq ne lt le gt ge bool int float complex index setitem delitem contains hash repr str format
     neg pos abs invert round call enter exit array reduce reduce_ex
 """
 for _name in _ASKED.split():

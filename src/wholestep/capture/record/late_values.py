@@ -231,21 +231,28 @@ class ValueLedger(Ledger):
             return self._wrapped(text, [result], lambda: result, origins, is_certain=False, seen={Memory(): 0})
         name = self.line(text)
         self.assume_form(name, forms.form_of(result))
-        if result is None:
-            return None
-        if type(result) is dict:
-            return {
-                key: self._wrapped(
-                    f"{name}[{self.constant(key)}]",
-                    [part],
-                    lambda part=part: part,
-                    origins,
-                    is_certain=True,
-                    seen={Memory(): 0},
-                )
-                for key, part in result.items()
-            }
-        return self._wrapped(name, [result], lambda: result, origins, is_certain=True, seen={Memory(): 0})
+        return None if result is None else self._parts(name, result, origins)
+
+    def parts_of(self, value: LateObject) -> Any:
+        """What stands in for a list, a tuple or a dict, once it is certain what it holds."""
+        about = value.late
+        found = about.find()
+        if type(found) not in (list, tuple, dict) or len(found) > _MOST_LOOKED_AT:
+            value.refuse()
+        self.require_form(value)
+        return self._parts(self.name(value), found, about.origins)
+
+    def _parts(self, name: str, found: Any, origins: frozenset[str]) -> Any:
+        told = [
+            (self.constant(key), part) for key, part in (found.items() if type(found) is dict else enumerate(found))
+        ]
+        made = [
+            self._wrapped(
+                f"{name}[{key}]", [part], lambda part=part: part, origins, is_certain=True, seen={Memory(): 0}
+            )
+            for key, part in told
+        ]
+        return dict(zip(found, made, strict=True)) if type(found) is dict else type(found)(made)
 
     def require_kind(self, number: Number) -> None:
         """Python goes on by the type of a number, which may be another one at another call."""
