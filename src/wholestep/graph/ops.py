@@ -117,9 +117,10 @@ def has_effect(node: fx.Node) -> bool:
 
 
 def is_number_of_tensors(node: fx.Node) -> bool:
-    """Whether Python makes a number of what tensors hold (`x.item() * 2`, for torch to compute with)."""
+    """Whether Python makes a number, or a tensor, of what tensors hold (`x.item() * 2`, for torch to compute with)."""
     is_made = node.op == "call_function" and not is_op(node)
     is_number = is_made and isinstance(node.meta.get("val"), (torch.SymFloat, torch.SymInt))
+    is_number |= is_made and getattr(node.target, "is_python", False)
     return is_number and any(isinstance(source.meta.get("val"), torch.Tensor) for source in node.all_input_nodes)
 
 

@@ -138,6 +138,28 @@ def test_what_is_printed_is_what_it_was_then(capsys: pytest.CaptureFixture[str])
     assert len({*lines}) == 4
 
 
+ABOUT: dict[str, Any] = {"axes": (0,), "rows": [0, 1], "weights": np.ones(3), "digits": 1}
+
+
+def test_what_it_is_told_is_guarded(monkeypatch: pytest.MonkeyPatch) -> None:
+    def compute(array: Any, output: Tensor, loss: Tensor) -> Any:
+        means = array.mean(axis=ABOUT["axes"]), np.sum(array, axis=ABOUT["axes"])
+        return (
+            means,
+            array[ABOUT["rows"]],
+            array * ABOUT["weights"],
+            np.round(array, ABOUT["digits"]),
+            array[ABOUT["axes"]],
+        )
+
+    twins = Twins(small_world(), after(compute))
+    changes: list[dict[str, Any]] = [{}, {"axes": (1,)}, {"rows": [2]}, {"weights": np.zeros(3)}, {"digits": 2}, {}]
+    for seed, change in enumerate(changes):
+        for name, value in change.items():
+            monkeypatch.setitem(ABOUT, name, value)
+        twins.step(*pair(seed=seed))
+
+
 def by_array(make: Callable[[Any, Any, Tensor], Tensor]) -> Callable[..., Any]:
     def step(model: nn.Module, optimizer: Optimizer, features: Tensor, targets: Tensor) -> Any:
         optimizer.zero_grad()

@@ -31,9 +31,10 @@ _TABLES = (list, tuple, dict, collections.OrderedDict)
 
 def chosen(recorder: Recorder, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """What to call in place of a function that is given such values; None if it may be called like any other."""
-    if isinstance(function, LateMethod):
-        return function
     given = (*args, *kwargs.values())
+    if isinstance(function, LateMethod):
+        whole.read_reached(recorder, *given)
+        return function
     if isinstance(getattr(function, "__self__", None), torch.Tensor) and function.__name__ == "__getitem__":
         return lambda key: function(as_index(recorder, key))
     if is_made(function, args):

@@ -115,6 +115,8 @@ def _item(owner: Any, key: Any) -> Any:
     if recorder.late.has_texts:
         texts.refuse_in_instruction(recorder, "item", (owner, key))
     if type(owner) in _QUIET:
+        if type(owner) is LateArray and type(key) not in _QUIET:
+            _read_key(recorder, key)
         return owner
     if isinstance(owner, torch.Tensor) and is_plain(key) and recorder.place_of(key) is None:
         return owner
@@ -132,6 +134,11 @@ def _item(owner: Any, key: Any) -> Any:
         return Table(recorder.ledger, owner) if is_table else owner
     finally:
         recorder.is_deaf = False
+
+
+def _read_key(recorder: Recorder, key: Any) -> None:
+    with recorder.deaf():
+        whole.read_reached(recorder, key)
 
 
 def _hearing() -> Recorder | None:

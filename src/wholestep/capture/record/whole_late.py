@@ -143,7 +143,7 @@ def whole_call(recorder: Recorder, function: FunctionType, args: tuple[Any, ...]
     calls = recorder.whole_calls
     if not calls.chosen or calls.running is not None or key_of(function.__code__) not in calls.chosen:
         return None
-    if not has_late(args, kwargs) and not recorder.late.is_used:
+    if not has_late(args, kwargs):
         return None
     return functools.partial(_call_later, recorder, function)
 
@@ -246,7 +246,7 @@ class _Trial:
         if _torch.is_traced(value) or isinstance(value, torch.Tensor):
             raise NotWhole(self.key)
         place = self.recorder.place_of(value)
-        if place is not None and not is_plain(value):
+        if place is not None:
             return self._spell_place(value, place)
         if isinstance(value, np.ndarray):
             return f"{late.constant(value.copy())}.copy()"
