@@ -190,7 +190,9 @@ class Looks:
             self._session.recorder.refuse("computes with an array of a tensor that was given other .data", "Copy it")
         node = self._session.node_of(tensor)
         if node not in self._arrays:
-            name = self._session.recorder.late.array_name(Leaf(_torch.from_functional(tensor), "array"))
+            # What is in the memory of an input may be written to before anybody reads it.
+            value = tensor.detach().clone() if self._is_of_input(tensor) else tensor
+            name = self._session.recorder.late.array_name(Leaf(_torch.from_functional(value), "array"))
             self._nodes[name] = node
             found: list[Any] = []
 
@@ -201,6 +203,10 @@ class Looks:
 
             self._arrays[node] = name, find
         return self._arrays[node]
+
+    def _is_of_input(self, tensor: torch.Tensor) -> bool:
+        twins = [lifted.twin for lifted in self._session.lifted.values() if isinstance(lifted.twin, torch.Tensor)]
+        return _torch.storage_key(tensor) in map(_torch.storage_key, twins)
 
     def _can_find(self) -> bool:
         return self._may_leave and not any(map(blank.is_blank, self._session.reals().values()))

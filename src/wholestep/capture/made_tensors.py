@@ -34,14 +34,17 @@ class Made(Within):
     __name__ = "made_tensor"
     is_python: bool = True
 
-    def __init__(self, within: Within, make: Callable[[Any], torch.Tensor], text: str) -> None:
+    def __init__(self, within: Within, make: Callable[[Any], torch.Tensor], like: torch.Tensor, text: str) -> None:
         super().__init__(within.code, within.name, may_raise=True)
         self._make, self._text = make, text
+        self._layout = like.shape, like.stride(), like.dtype, like.device
 
     def __str__(self) -> str:
         return f"made_tensor({self.code.text!r}, {self._text})"
 
     def __call__(self, *values: Any) -> Any:
+        if any(isinstance(value, _torch.FakeTensor) for value in values):
+            return torch.empty_strided(*self._layout[:2], dtype=self._layout[2], device=self._layout[3])
         return self._make(_own(self.value(*values)))
 
 
@@ -81,7 +84,7 @@ def _call(session: Session, function: Any, data: Any, args: tuple[Any, ...], kwa
     create = functools.partial(_created, function, args, kwargs)
     real = _sample(create, data)
     name = late.line(late.spelled(data))
-    within = Made(late.within_name(name), create, f"{getattr(function, '__name__', function)}, {args}, {kwargs}")
+    within = Made(late.within_name(name), create, real, f"{getattr(function, '__name__', function)}, {args}, {kwargs}")
     leaves, given = session.looks.given_to(within)
     fake = _torch.fake_like(session.fake_mode, real, "made_tensor")
     _torch.track_as_call(session.tracer, fake, within, (*leaves, *given))

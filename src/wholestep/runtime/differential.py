@@ -10,6 +10,7 @@ from collections.abc import Generator, Sequence
 from typing import Any, Protocol
 from unittest import mock
 
+import numpy as np
 import torch
 
 from wholestep.errors import VerificationError
@@ -175,7 +176,7 @@ def compare(expected: dict[str, Any], found: dict[str, Any]) -> dict[str, float]
         if name not in expected or name not in found:
             differences[name] = float("inf")
             continue
-        old, new = expected[name], found[name]
+        old, new = map(_as_tensor, (expected[name], found[name]))
         if not isinstance(old, torch.Tensor) or not isinstance(new, torch.Tensor):
             if old != new and not (old != old and new != new):  # NaN is equal to NaN
                 differences[name] = float("inf")
@@ -185,6 +186,12 @@ def compare(expected: dict[str, Any], found: dict[str, Any]) -> dict[str, float]
         except AssertionError:
             differences[name] = _largest_difference(old, new)
     return differences
+
+
+def _as_tensor(value: Any) -> Any:
+    """Arrays of numbers are compared like tensors."""
+    is_array = isinstance(value, np.ndarray) and value.dtype.kind in "biuf"
+    return torch.from_numpy(value.copy()) if is_array else value
 
 
 def _largest_difference(old: torch.Tensor, new: torch.Tensor) -> float:

@@ -119,7 +119,10 @@ def around_the_update(model: Any, optimizer: Optimizer, features: Tensor, target
     return before, np.linalg.norm(weight), np.abs(weight - copied).max(), copied
 
 
-@pytest.mark.parametrize("options", [{}, {"cross_iteration": "all"}], ids=["plain", "waiting"])
+OPTIONS: list[dict[str, Any]] = [{}, {"cross_iteration": "all"}, {"passes": ""}, {"verify": 4}]
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=["plain", "waiting", "unchanged", "verified"])
 def test_around_the_update(options: dict[str, Any]) -> None:
     trained(around_the_update, **options)
 
@@ -188,6 +191,10 @@ GIVEN: dict[str, Callable[[Any, Any, Tensor], Tensor]] = {
 @pytest.mark.parametrize("make", GIVEN.values(), ids=GIVEN)
 def test_given_back_to_torch(make: Callable[[Any, Any, Tensor], Tensor]) -> None:
     trained(by_array(make))
+
+
+def test_given_back_within_a_memory_budget() -> None:
+    trained(by_array(GIVEN["hardest"]), memory_budget=0.0)
 
 
 def test_another_batch_size() -> None:
