@@ -316,3 +316,40 @@ def test_a_lowered_graph_writes_nothing_before_it_has_looked() -> None:
         assert seen[0].keys() == seen[1].keys()
         for name, value in seen[0].items():
             torch.testing.assert_close(seen[1][name], value, equal_nan=True, msg=name)
+
+
+class Relative(Optimizer):
+    """Steps relative to the size of each parameter, which is taken for no smaller than some bound."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, {"bound": 0.1})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                size = parameter.norm() / parameter.numel() ** 0.5
+                parameter.add_(-0.03 * parameter.grad * max(group["bound"], size))
+
+
+def test_the_largest_of_tensors_and_numbers() -> None:
+    """Python takes one of them as it is, a number or a tensor, which are rounded otherwise: the graph looks which."""
+
+    def step(model: nn.Module, optimizer: Optimizer, features: Tensor, targets: Tensor) -> Tensor:
+        optimizer.zero_grad()
+        output = model(features)
+        loss = max((output - targets).square().mean(), output.abs().mean()) + min(output.detach().mean(), 0.1)
+        loss.backward()
+        optimizer.step()
+        return loss.detach()
+
+    def build() -> World:
+        world = small_world(make_optimizer=Relative)()
+        nn.init.zeros_(world.model.first.bias)
+        return world
+
+    twins = Twins(build, step)
+    for seed in range(8):
+        features, targets = pair(seed=seed)
+        twins.step(features, targets * (seed % 3))
+    assert twins.num_captures + twins.compiled.num_eager_calls <= 6
