@@ -63,8 +63,10 @@ from wholestep.capture.record import (
     Unimported,
     Unseen,
     Unsymbolic,
+    drawing,
     listening,
     participants,
+    sequences,
 )
 from wholestep.capture.record.calls import choose
 from wholestep.capture.record.numbers import is_real
@@ -169,7 +171,8 @@ class _Call:
             ),
             fixed_answers=frozenset(path[1] for path in self.fixed if path[0] is Answers),
         )
-        self.recorder = self.session.recorder = Recorder(self.numbers, self.whole_draws)
+        self.recorder = Recorder(self.numbers, self.whole_draws, self.fixed, may_leave=self.answers)
+        self.session.recorder = self.recorder
         if not self.settles_texts:
             self.recorder.ledger.text_later = self.recorder.late.text
         self.session.looks = Looks(self.session, may_leave=self.answers and not is_imagined)
@@ -358,6 +361,7 @@ def _trace_until_complete(call: _Call) -> tuple[_Call, fx.GraphModule, Collected
                 call = call.again(settles_texts=True)
             elif call.numbers:  # somebody takes nothing but real numbers: each value is a capture then
                 call = call.again(numbers=())
+                call.recorder.whole_draws = call.whole_draws = drawing.without_failures(call.whole_draws)
             else:
                 raise
 
@@ -376,6 +380,7 @@ def _recording(call: _Call, result: Collected, graph: StepGraph) -> Recording:
         if root.key is ARGUMENTS:
             root.forget_objects()
     recorder.settle()
+    sequences.require_unchanged(recorder, [e.real for e in call.session.lifted.values() if e.slot.id in graph.updates])
     program = Program(recorder.ledger, needed, tuple(recorder.generators))
     recorder.ledger.symbol_of, recorder.ledger.text_later = _no_symbol, None  # or kept numbers would keep the trace
     recorder.late.end()
@@ -402,7 +407,7 @@ def _traced_run(call: _Call, collected: list[Collected]) -> list[Any]:
             _lift_loose_parameters(call, name, optimizer)
         args, kwargs = _lift_arguments(call)
         _lift_gradients(call)
-        hooks, names = _recording_torch.global_hooks(), _module_names(call.found)
+        hooks, names = _recording_torch.global_hooks(), discover.module_names(call.found)
         stack.enter_context(others_waiting(session, names))
         stack.callback(session.over.set)
         for module in call.found.modules.values():
@@ -566,14 +571,6 @@ def _lent_optimizer(call: _Call, name: str, optimizer: Optimizer) -> contextlib.
 def _lift(call: _Call, real: Any, slot: Slot, where: binding.Binding, dynamic_dims: tuple[int, ...] = ()) -> Any:
     call.bindings.setdefault(slot.id, where)
     return call.session.lift(real, slot, dynamic_dims)
-
-
-def _module_names(found: Reachable) -> dict[int, str]:
-    names: dict[int, str] = {}
-    for name, module in found.modules.items():
-        for path, submodule in module.named_modules():
-            names.setdefault(id(submodule), (found.prefix_of(name) + path).rstrip("."))
-    return names
 
 
 def _indifferent_parameters(call: _Call, graph: StepGraph) -> tuple[torch.Tensor, ...]:

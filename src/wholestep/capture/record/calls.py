@@ -37,9 +37,11 @@ from wholestep.capture.record import (
     classes,
     containers,
     drawing,
+    early_arrays,
     number_calls,
     numbers,
     outside,
+    sequences,
     simple_calls,
     standins,
     tensors,
@@ -49,7 +51,6 @@ from wholestep.capture.record import (
 from wholestep.capture.record.again import AsksBefore
 from wholestep.capture.record.caches import cached_call
 from wholestep.capture.record.follow import is_of_stdlib
-from wholestep.capture.record.imports import require_loaded
 from wholestep.capture.record.places import CONTAINERS, Step, is_open, is_plain
 
 if TYPE_CHECKING:
@@ -84,6 +85,10 @@ def choose(recorder: Recorder, function: Any, args: tuple[Any, ...], kwargs: dic
         return functools.partial(_call_telling, recorder, function)
     if recorder.drawn_arrays and any(id(arg) in recorder.drawn_arrays for arg in (*args, *kwargs.values())):
         return outside.convert_drawn(recorder, function, args, kwargs)
+    if (recorder.whole_draws or recorder.ledger.drawn) and _is_hashable(function):
+        chosen = early_arrays.choose(recorder, function, args, kwargs)
+        if chosen is not None:
+            return chosen
     if kind is types.FunctionType:
         return _python(recorder, function, args, kwargs)
     if kind is types.MethodType:
@@ -230,6 +235,8 @@ def _method(recorder: Recorder, method: types.MethodType, args: tuple[Any, ...],
         return handler(recorder, method, args, kwargs)
     if type(function) is functools._lru_cache_wrapper:  # pyright: ignore[reportPrivateUsage]
         return functools.partial(cached_call(recorder, function), method.__self__)
+    if recorder.whole_draws and (whole_call := drawing.whole_method(recorder, method, args, kwargs)) is not None:
+        return whole_call
     if isinstance(function, types.FunctionType) and recorder.follow(function):
         recorder.read_defaults(function)
         return method
@@ -478,6 +485,7 @@ def _walk(recorder: Recorder, function: Any, args: tuple[Any, ...], kwargs: dict
 
 def _identity_of(recorder: Recorder, function: Any, args: tuple[Any, ...], _kwargs: dict[str, Any]) -> Any:
     recorder.identify(args[0])
+    sequences.refuse_identity(recorder, args[0])
     owner = tensors.id_of(recorder, args[0])
     return function if owner is args[0] else lambda _: function(owner)
 
@@ -522,16 +530,6 @@ def _isinstance(recorder: Recorder, function: Any, args: tuple[Any, ...], _kwarg
         return functools.partial(recorder.asked_again, function)
     # The type decides, and is guarded where the object was found. The object itself may be the copy of an argument.
     return lambda one, cls: recorder.asked_again(issubclass, type(one), cls)
-
-
-def _imports(_recorder: Recorder, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    require_loaded(*args, **kwargs)
-    return function
-
-
-def _is_subclass(recorder: Recorder, function: Any, args: tuple[Any, ...], _kwargs: dict[str, Any]) -> Any:
-    whole.read_reached(recorder, args[1])
-    return function
 
 
 def _quiet(_recorder: Recorder, function: Any, _args: tuple[Any, ...], _kwargs: dict[str, Any]) -> Any:
@@ -585,8 +583,8 @@ BUILTINS: dict[Any, Handler] = {
     nn.Module.train: simple_calls.train,
     nn.Module.eval: simple_calls.train,
     isinstance: _isinstance,
-    importlib.import_module: _imports,
-    issubclass: _is_subclass,
+    importlib.import_module: simple_calls.imports,
+    issubclass: simple_calls.is_subclass,
     callable: _quiet,
     super: _quiet,
     type: _type,

@@ -19,7 +19,19 @@ import numpy as np
 import torch
 
 from wholestep import _recording_torch
-from wholestep.capture.record import classes, drawing, net, percent, reads, standins, tensors, texts, whole
+from wholestep.capture.record import (
+    classes,
+    drawing,
+    early_arrays,
+    net,
+    percent,
+    reads,
+    sequences,
+    standins,
+    tensors,
+    texts,
+    whole,
+)
 from wholestep.capture.record.again import AsksBefore
 from wholestep.capture.record.calls import choose
 from wholestep.capture.record.follow import Followers
@@ -124,7 +136,11 @@ def _item(owner: Any, key: Any) -> Any:
         if isinstance(owner, torch.Tensor):
             return owner
         recorder.follow_operators(owner)
+        if sequences.is_picked_from(recorder, owner, key):
+            return sequences.Picked(recorder, owner)
         reads.read_subscript(recorder, owner, key)
+        if early_arrays.takes_rows(recorder, owner, key):
+            return early_arrays.Rows(recorder, owner)
         is_table = type(key) is Number and type(owner) in (list, tuple, np.ndarray)
         return Table(recorder.ledger, owner) if is_table else owner
     finally:
@@ -143,6 +159,8 @@ def _slice(recorder: Recorder, owner: Any, _start: Any, _stop: Any) -> None:
 
 @_hook(0)
 def _set_item(recorder: Recorder, value: Any, owner: Any, key: Any) -> None:
+    if early_arrays.is_written_by_draws(recorder, owner, key, value):
+        drawing.require_whole(recorder)
     if isinstance(owner, (torch.Tensor, np.ndarray)) or type(key) is slice:  # takes what is in the value
         whole.read_reached(recorder, key, value)
     reads.write_item(recorder, owner, "__setitem__", key, value)
@@ -228,6 +246,8 @@ def _binary(recorder: Recorder, left: Any, right: Any, operator: int) -> None:
 @_hook(0)
 def _identity(recorder: Recorder, left: Any, right: Any) -> None:
     standins.refuse_identity(recorder, left, right)
+    if not is_plain(left) and not is_plain(right):
+        sequences.refuse_identity(recorder, left, right)
     if type(left) in _QUIET and type(right) in _QUIET:
         return
     if not _caller_globals().get("__name__", "").startswith("torch."):  # whose layers look whether weights are theirs

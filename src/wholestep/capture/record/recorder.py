@@ -16,7 +16,7 @@ import sys
 import threading
 from collections.abc import Callable, Generator, Iterable
 from contextvars import ContextVar
-from types import CellType, FrameType, FunctionType, MethodType, SimpleNamespace
+from types import CellType, FrameType, FunctionType, SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -37,11 +37,11 @@ from wholestep.capture.record.placed import PlacedNumbers
 from wholestep.capture.record.places import (
     ABSENT,
     ARGUMENTS,
-    PLAIN_TYPES,
     Expectation,
     Place,
     Rooted,
     Step,
+    dict_of,
     expectation,
     is_plain,
     take,
@@ -52,13 +52,19 @@ from wholestep.errors import CaptureError
 
 _MOST_ITEMS = 20_000
 _LOOKED_AFTER = (nn.Module, Optimizer, torch.Tensor)
-_SKIPPED: frozenset[type] = PLAIN_TYPES | {Number, torch.Size}
 
 
 class Recorder:
     """Notes of one trace. `numbers` are paths of places whose number has changed before: they get a `Number`."""
 
-    def __init__(self, numbers: Iterable[tuple[Any, ...]] = (), whole_draws: Iterable[tuple[Any, ...]] = ()) -> None:
+    def __init__(
+        self,
+        numbers: Iterable[tuple[Any, ...]] = (),
+        whole_draws: Iterable[tuple[Any, ...]] = (),
+        fixed: Iterable[tuple[Any, ...]] = (),
+        *,
+        may_leave: bool = False,
+    ) -> None:
         self.thread = threading.get_ident()
         self.ledger = Ledger()
         self.late = LateLedger(_taken=self.ledger._taken)  # pyright: ignore[reportPrivateUsage]
@@ -94,10 +100,17 @@ class Recorder:
         """Arrays that were drawn, and their names in the ledger."""
         self.drawers: dict[str, tuple[Any, ...]] = {}
         """By such a name, which function has drawn the array."""
-        self.whole_draws, self.is_drawing = frozenset(whole_draws), False
-        """Functions each call of which is one draw, and whether one of them runs."""
+        self.whole_draws = frozenset(whole_draws)
+        self.is_drawing: tuple[Any, ...] | None = None
+        """Functions each call of which is one draw, and which of them runs."""
+        self.draws = drawing.Draws(fixed, may_fix=may_leave)
         self.drawn_tensors: dict[int, tuple[Any, str, Callable[[Any], Any]]] = {}
         """Tensors made of such arrays: the name of the array, and how they are made."""
+        self.drawn_items: dict[int, tuple[Any, str, list[Any]]] = {}
+        """What stands for something at a place that is drawn: its name, and what it holds if that could be changed."""
+        self.lent_arrays: list[Any] = []
+        """Early arrays in whose memory there are tensors."""
+        self.lent_tensors: set[int] = set()
         self.arrays: list[tuple[Any, Place]] = []
         self.twins = Twins()
         self.placed = PlacedNumbers(self.ledger, self.twins.twin_of)
@@ -273,7 +286,7 @@ class Recorder:
 
     def namespace_of(self, owner: Any) -> dict[str, Any] | None:
         """The dict that holds an object's attributes, as a place of its own; None if it has none."""
-        namespace, place = _dict_of(owner), self._places.get(id(owner))
+        namespace, place = dict_of(owner), self._places.get(id(owner))
         if namespace is not None and place is not None:
             known = self._places.get(id(namespace))
             is_elsewhere = known is not None and known.parent is not place and not isinstance(owner, _LOOKED_AFTER)
@@ -439,10 +452,10 @@ class Recorder:
             raise
         except Exception as error:
             numbers = [*numbers]
-            origins = origins_of(*numbers) & self.ledger.leaves.keys()
-            if not origins:
+            paths = self.draws.paths_of(self.ledger, origins_of(*numbers))
+            if not paths:
                 raise drawing.refused_where_fixed(numbers) from error
-            raise Unsymbolic(frozenset(self.ledger.leaves[name] for name in origins)) from error
+            raise Unsymbolic(paths) from error
 
     def argument(self, path: tuple[Any, ...], value: Any) -> Any:
         """A plain argument: a `Number` if it has changed before."""
@@ -585,13 +598,3 @@ class Recorder:
 
 def _hashable(key: Any) -> Any:
     return key if is_plain(key) else Rooted(key)
-
-
-def _dict_of(owner: Any) -> dict[str, Any] | None:
-    if isinstance(owner, (type, CellType, MethodType)) or type(owner) in _SKIPPED:
-        return None
-    try:
-        namespace = object.__getattribute__(owner, "__dict__")
-    except (AttributeError, TypeError):
-        return None
-    return namespace if isinstance(namespace, dict) else None

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from wholestep import _torch
-from wholestep.capture.record import classes
+from wholestep.capture.record import classes, whole
+from wholestep.capture.record.imports import require_loaded
 
 if TYPE_CHECKING:
     from wholestep.capture.record.recorder import Recorder
@@ -50,3 +51,13 @@ def train(recorder: Recorder, method: Any, args: tuple[Any, ...], kwargs: dict[s
         recorder.wrote(recorder.namespace_of(module), "training")
         recorder.follow_all(type(module).train)
     return method
+
+
+def imports(_recorder: Recorder, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    require_loaded(*args, **kwargs)
+    return function
+
+
+def is_subclass(recorder: Recorder, function: Any, args: tuple[Any, ...], _kwargs: dict[str, Any]) -> Any:
+    whole.read_reached(recorder, args[1])
+    return function

@@ -172,6 +172,8 @@ def _place_of(recorder: Recorder, tensor: torch.Tensor) -> Place | None:
 
 def looked_up(recorder: Recorder, owner: Any, key: Any) -> None:
     """A key is looked for in a container from outside."""
+    if id(key) in recorder.drawn_items:
+        recorder.refuse("looks for something that it has drawn", "Draw places, and compare those")
     known = recorder.twins.of(key)
     if known is None:
         return
