@@ -218,7 +218,7 @@ class StepRunner:
     def prepare(self, *args: Any, **kwargs: Any) -> None:
         """Capture and plan the step for such a call, and run nothing; there is a graph afterwards."""
         try:
-            self._choose(Call.of(self._function, args, kwargs))
+            self._choose(Call.of(self._function, args, kwargs)).undo_draws()
         except BaseException as error:
             tell(error, self._function, is_debugging=self.options.is_debugging)
             raise

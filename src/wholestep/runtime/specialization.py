@@ -169,11 +169,14 @@ class Specialization:
             *[functools.partial(setattr, parameter, "grad", gradient) for parameter, gradient in gradients],
         ]
 
+    def undo_draws(self) -> None:
+        """Put the generators of Python and NumPy back to where they were before the last check."""
+        self.capture.recording.program.undo_draws()
+
     def _leave(self) -> None:
         """The graph is not that of this call: nothing has been written, and nothing is left drawn or prepared."""
-        recording = self.capture.recording
-        recording.program.undo_draws()
-        recording.current.call = None
+        self.undo_draws()
+        self.capture.recording.current.call = None
         if self.num_runs == 0:
             self.remove_initial_state()
 

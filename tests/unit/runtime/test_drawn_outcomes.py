@@ -7,9 +7,12 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from tests.twins import Twins, mse_step, pair, small_world
+from tests.twins import SmallNet, Twins, mse_step, pair, small_world
 from torch import Tensor
 
+import wholestep
+from wholestep.capture import capture
+from wholestep.errors import CaptureError
 from wholestep.runtime.outcomes import MAX_OUTCOMES
 
 
@@ -88,3 +91,44 @@ def test_what_changes_besides_is_captured_as_ever() -> None:
     for seed in range(5):
         twins.step(*pair(6, seed))
     assert twins.num_captures == 4
+
+
+def test_on_several_ranks_it_is_refused() -> None:
+    """They have no eager call."""
+    world = small_world()()
+    with pytest.raises(CaptureError, match="a draw where torch needs a fixed number"):
+        capture(resized([6, 8]), (world.model, world.optimizer, *pair()), {}, answers=False)
+
+
+def test_to_prepare_draws_nothing() -> None:
+    world, step = small_world()(), wholestep.compile(resized([6, 8]))
+    before = random.getstate()
+    for _ in range(2):
+        step.prepare(world.model, world.optimizer, *pair())
+        assert random.getstate() == before
+
+
+class Mixed(SmallNet):
+    """Layers dropped by torch, noise by NumPy, a scale by Python."""
+
+    def forward(self, features: Tensor) -> Tensor:
+        noise = np.random.rand(6, 4) * 2
+        if torch.rand([]) < 0.3:
+            features = features * 2
+        if random.random() < 0.3:
+            features = features + torch.from_numpy(noise).float()
+        if np.random.rand(1) < 0.2:
+            features = features.flip(0)
+        return super().forward(torch.dropout(features, 0.1, True))
+
+
+def test_draws_of_all_kinds_lead_elsewhere() -> None:
+    def step(model: Any, optimizer: Any, memory: list[Tensor], targets: Tensor) -> Any:
+        rows = torch.stack(random.sample(memory, 6))
+        return mse_step(model, optimizer, rows, targets), random.random(), np.random.rand(), torch.rand([])
+
+    twins = Twins(small_world(Mixed), step)
+    memory, targets = [*torch.randn(9, 4)], pair()[1]
+    for _ in range(25):
+        twins.step(memory, targets)
+    assert twins.num_captures <= 2 * MAX_OUTCOMES

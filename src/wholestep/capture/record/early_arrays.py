@@ -352,6 +352,8 @@ def choose(
     if not all(map(is_plain, (*args[1:], *kwargs.values()))):
         return None
     root = str(getattr(function, "__module__", None) or "").split(".")[0]
+    if root == "numpy" and getattr(function, "__name__", "") in _FUNCTIONS and is_row(recorder, args[0]):
+        return lambda *args, **kwargs: applied(recorder, function, args, kwargs)
     is_array = type(args[0]) is EarlyArray and root == "torch"
     if not is_array and (function not in _CONSTRUCTORS or not is_row(recorder, args[0])):
         return None
