@@ -184,7 +184,7 @@ class Interposer(TorchFunctionMode):
         if type(value) is LateArray:
             _refuse_array(self.session)
         if type(value) is EarlyArray:
-            value.refuse("gives to torch")
+            value.deny("gives to torch")
         if isinstance(value, torch.Tensor):
             return value if _torch.is_traced(value) else self.session.adopt(value)
         if isinstance(value, tuple) and type(value) is tuple:

@@ -115,6 +115,15 @@ def test_what_is_computed_with_draws(kind: str) -> None:
     assert twins.compiled.num_eager_calls == 0
 
 
+def test_objects_are_not_drawn_in_arrays() -> None:
+    def step(model: Any, optimizer: Any, features: Tensor, targets: Tensor) -> Any:
+        return mse_step(model, optimizer, features, targets), np.random.choice(["a", None], 3)[0]
+
+    world = small_world()()
+    with pytest.raises(CaptureError, match="draws an array of object"):
+        wholestep.compile(step)(world.model, world.optimizer, *pair())
+
+
 def lent(x: Tensor) -> Any:
     r = np.random.rand(6, 1)
     scale = torch.from_numpy(r)

@@ -80,20 +80,20 @@ class EarlyArray:
 
     @__class__.setter
     def __class__(self, kind: type) -> None:
-        self.refuse("sets the class of")
+        self.deny("sets the class of")
 
-    def refuse(self, what: str) -> Any:
+    def deny(self, what: str) -> Any:
         self.recorder.refuse(f"{what} an array that it has drawn", _ADVICE)
 
     def __array_function__(self, func: Any, _types: Any, args: Any, kwargs: Any) -> Any:
         is_known = func.__name__ in _FUNCTIONS and func.__module__ in ("numpy", "numpy.linalg")
         if not is_known or kwargs.get("out") is not None:
-            return self.refuse("computes with")
+            return self.deny("computes with")
         return applied(self.recorder, func, args, kwargs)
 
     def __array_ufunc__(self, ufunc: Any, method: str, *args: Any, **kwargs: Any) -> Any:
         if method != "__call__" or kwargs.get("out") is not None:
-            return self.refuse("computes with")
+            return self.deny("computes with")
         return applied(self.recorder, ufunc, args, kwargs)
 
     @classmethod
@@ -101,11 +101,11 @@ class EarlyArray:
         """Torch lets arguments of unknown types pass if they have this; the trace's mode has exchanged it by then."""
         for value in (*args, *(kwargs or {}).values()):
             if type(value) is EarlyArray:
-                value.refuse("gives to torch")
+                value.deny("gives to torch")
         raise TypeError("arrays that are drawn are no arguments of torch")
 
     def __array__(self, *_: Any, **__: Any) -> Any:
-        return self.refuse("computes with")
+        return self.deny("computes with")
 
     def __getitem__(self, key: Any) -> Any:
         return applied(self.recorder, operator.getitem, (self, key), {})
@@ -128,7 +128,7 @@ class EarlyArray:
         shown = [value.array for value in said if type(value) is EarlyArray]
         lent = [*self.recorder.lent_arrays, *shown]
         if self.is_frozen or any(np.may_share_memory(self.array, other) for other in lent):
-            self.refuse("writes to the memory of a tensor, of its user, or of what was printed, by")
+            self.deny("writes to the memory of a tensor, of its user, or of what was printed, by")
 
     def depends_on(self, name: str) -> None:
         """What a line has written to the array may be something else at each call."""
@@ -172,12 +172,12 @@ class EarlyArray:
         if name in ("fill", "sort"):
             return functools.partial(self.change, getattr(np.ndarray, name))
         if name not in _METHODS:
-            return self.refuse("looks into")
+            return self.deny("looks into")
         method = getattr(np.ndarray, name)
 
         def call(*args: Any, **kwargs: Any) -> Any:
             if kwargs.get("out") is not None:
-                return self.refuse("writes to")
+                return self.deny("writes to")
             return applied(self.recorder, method, (self, *args), kwargs)
 
         return call
@@ -252,7 +252,7 @@ def _transposed(array: Any) -> Any:
 def _operation(function: Callable[..., Any], *, is_reflected: bool = False) -> Callable[..., Any]:
     def operate(self: EarlyArray, *others: Any) -> Any:
         if any(isinstance(other, torch.Tensor) for other in others):
-            return self.refuse("computes with a tensor and")
+            return self.deny("computes with a tensor and")
         return applied(self.recorder, function, (*others, self) if is_reflected else (self, *others), {})
 
     return operate
@@ -261,7 +261,7 @@ def _operation(function: Callable[..., Any], *, is_reflected: bool = False) -> C
 def _in_place(function: Callable[..., Any]) -> Callable[..., Any]:
     def operate(self: EarlyArray, other: Any) -> EarlyArray:
         if isinstance(other, torch.Tensor):
-            self.refuse("computes with a tensor and")
+            self.deny("computes with a tensor and")
         self.change(function, other)
         return self
 
@@ -269,7 +269,7 @@ def _in_place(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _refused(self: EarlyArray, *_args: Any, **_kwargs: Any) -> Any:
-    return self.refuse("writes to, or shows,")
+    return self.deny("writes to, or shows,")
 
 
 _BOTH = "add sub mul truediv floordiv mod pow matmul and or xor lshift rshift"
@@ -392,7 +392,7 @@ def index_of(recorder: Recorder, part: Any) -> Any:
         return part
     array = part
     if array.dtype not in _INDICES or array.ndim == 0:
-        array.refuse("looks into a tensor by")
+        array.deny("looks into a tensor by")
     return _tensor(array, torch.from_numpy)
 
 
