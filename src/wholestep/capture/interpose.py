@@ -28,7 +28,7 @@ from torch.overrides import TorchFunctionMode
 from wholestep import _autograd_torch, _branches_torch, _recording_torch, _sizes_torch, _torch
 from wholestep._threads import only_where
 from wholestep.capture import fused, indexing, remedies, source
-from wholestep.capture.record import EarlyArray, LateArray, Number, drawing
+from wholestep.capture.record import EarlyArray, LateArray, Number, drawing, sequences
 from wholestep.capture.session import Reassigned, Session
 from wholestep.capture.trail import listening
 from wholestep.errors import CaptureError
@@ -385,6 +385,7 @@ def interposed(session: Session, module_names: dict[int, str]) -> Generator[None
                 tell = session.recorder.told
                 for handle in _recording_torch.carry_hooks(lifted.real, lifted.twin, lambda: Interposer(session), tell):
                     stack.callback(handle.remove)
+        stack.enter_context(_replaced(session, torch.Tensor, "__hash__", _hash(session)))
         stack.enter_context(Interposer(session))
         yield
 
@@ -432,6 +433,16 @@ def _traced_zero_grad(session: Session, original: Callable[..., None]) -> Callab
             original(owner, set_to_none)
 
     return zero_grad
+
+
+def _hash(session: Session) -> Callable[[torch.Tensor], int]:
+    """The hash of a tensor; the same one may have been drawn twice, which two that stand for it do not tell."""
+
+    def hash_of(tensor: torch.Tensor) -> int:
+        sequences.refuse_identity(session.recorder, tensor)
+        return id(tensor)
+
+    return hash_of
 
 
 def _refuse_seeding(call: str) -> None:

@@ -151,6 +151,36 @@ def test_a_list_that_was_drawn_is_not_written_to() -> None:
         wholestep.compile(step)(world)
 
 
+def gives_an_attribute(world: World) -> Any:
+    one = random.choice(world.memory)
+    one.state.seen = True
+    return update(world, [one])
+
+
+WHICH: dict[str, tuple[Callable[[World], Any], str]] = {
+    "is": (lambda world: random.choice(world.memory) is random.choice(world.memory), "it is that it has drawn"),
+    "id": (lambda world: len({id(one) for one in random.choices(world.memory, k=3)}), "it is that it has drawn"),
+    "tensors": (lambda world: {one.state for one in random.choices(world.memory, k=3)}, "it is that it has drawn"),
+    "tuples": (lambda world: {one[:2] for one in random.choices(world.memory, k=3)}, "it is that it has drawn"),
+    "in a list of its own": (lambda world: random.choice(world.memory) in [1, 2], "it is that it has drawn"),
+    "in": (lambda world: random.choice(world.memory) in world.memory, "looks for something that it has drawn"),
+    "an attribute": (gives_an_attribute, "sets 'seen' of a tensor that it has drawn"),
+    "where it lies": (lambda world: random.choice(world.memory).state.storage_offset(), "reads storage_offset"),
+}
+
+
+@pytest.mark.parametrize("kind", WHICH)
+def test_which_object_was_drawn_is_not_told(kind: str) -> None:
+    ask, reason = WHICH[kind]
+
+    def step(world: World) -> Any:
+        return update(world, random.sample(world.memory, 2)), ask(world)
+
+    world = with_memory(list)()
+    with pytest.raises(CaptureError, match=reason):
+        wholestep.compile(step)(world)
+
+
 def test_memory_that_the_step_writes_to() -> None:
     """The weight of a layer is among what is drawn: the graph might have written to it by then."""
 

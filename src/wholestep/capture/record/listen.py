@@ -185,6 +185,8 @@ def _iterate(recorder: Recorder, owner: Any) -> None:
 
 @_hook(0)
 def _contains(recorder: Recorder, key: Any, owner: Any) -> None:
+    if recorder.place_of(owner) is None:
+        sequences.refuse_identity(recorder, key)
     recorder.follow_operators(owner)
     for item in (key, *(owner if isinstance(owner, CONTAINERS) and not is_plain(owner) else ())):
         recorder.identify(item)

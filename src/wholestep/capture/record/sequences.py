@@ -180,7 +180,8 @@ def form_of(value: Any) -> Any:
     if isinstance(value, torch.Tensor):
         if value.layout is not torch.strided:
             return type(value), value.layout
-        return type(value), value.shape, value.stride(), value.dtype, value.device, value.requires_grad
+        form = type(value), value.shape, value.stride(), value.dtype, value.device, value.requires_grad
+        return *form, tuple(vars(value))
     if isinstance(value, np.ndarray):
         return early_arrays.form_of(value)
     if isinstance(value, (list, tuple)):
