@@ -111,11 +111,12 @@ class NumberOf:
 
 @dataclass(frozen=True, eq=False)
 class DrawnTensor:
-    """A tensor made of an array that Python draws at each call."""
+    """A tensor made of an array that Python draws at each call, or with `is_found` one that stands where it draws."""
 
     numbers: dict[str, Any]
     name: str
     make: Callable[[Any], Any]
+    is_found: bool = False
 
     def read(self, leaves: list[Any]) -> Any:
         return self.make(self.numbers[self.name])

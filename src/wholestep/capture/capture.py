@@ -66,8 +66,10 @@ from wholestep.capture.record import (
     Unseen,
     Unsymbolic,
     WholeCalls,
+    drawing,
     listening,
     participants,
+    sequences,
 )
 from wholestep.capture.record.calls import choose
 from wholestep.capture.record.numbers import is_real
@@ -174,15 +176,15 @@ class _Call:
             ),
             fixed_answers=frozenset(path[1] for path in self.fixed if path[0] is Answers),
         )
-        self.recorder = self.session.recorder = Recorder(self.numbers, self.whole_draws)
+        given = (self.numbers, self.whole_draws, self.fixed)
+        self.recorder = self.session.recorder = Recorder(*given, may_leave=self.answers)
         self.recorder.whole_calls = replace(self.whole_calls, current=self.session.current)
         if not self.settles_texts:
             self.recorder.ledger.text_later = self.recorder.late.text
         self.session.looks = Looks(self.session, may_leave=self.answers and not is_imagined)
         self.sizes = Sizes(self.session, may_leave=self.answers) if self.pretends is not None else None
 
-    def dynamic_dims_of(self, index: int) -> tuple[int, ...]:
-        """The dimensions of an argument leaf that stay symbolic."""
+    def dynamic_dims_of(self, index: int) -> tuple[int, ...]:  # of an argument leaf
         return tuple(sorted(dim for leaf, dim in self.dynamic_dims if leaf == index))
 
     def again(
@@ -362,6 +364,7 @@ def _trace_until_complete(call: _Call) -> tuple[_Call, fx.GraphModule, Collected
                 call = call.again(settles_texts=True)
             elif call.numbers:  # somebody takes nothing but real numbers: each value is a capture then
                 call = call.again(numbers=())
+                call.recorder.whole_draws = call.whole_draws = drawing.without_failures(call.whole_draws)
             else:
                 raise
 
@@ -380,6 +383,7 @@ def _recording(call: _Call, result: Collected, graph: StepGraph) -> Recording:
         if root.key is ARGUMENTS:
             root.forget_objects()
     recorder.settle()
+    sequences.require_unchanged(recorder, [e.real for e in call.session.lifted.values() if e.slot.id in graph.updates])
     program = Program(recorder.ledger, needed, tuple(recorder.generators))
     recorder.ledger.symbol_of, recorder.ledger.text_later = _no_symbol, None  # or kept numbers would keep the trace
     recorder.late.end()

@@ -18,7 +18,7 @@ import dis
 import math
 import operator
 import os
-from collections.abc import Collection, Iterable
+from collections.abc import Callable, Collection, Iterable
 from types import FrameType
 from typing import Any
 
@@ -35,7 +35,10 @@ aten = torch.ops.aten
 
 _PLUMBING = tuple(
     os.path.join(source.TORCH_ROOT, *path)
-    for path in (["_subclasses"], ["_tensor.py"], ["overrides.py"], ["_ops.py"], ["fx"], ["utils", "_stats.py"])
+    for path in (
+        *(["_subclasses"], ["_tensor.py"], ["overrides.py"], ["_ops.py"], ["fx"], ["utils", "_stats.py"]),
+        *(["_compile.py"], ["_dynamo"]),
+    )
 )
 """Code of torch that is between somebody who asks and the answer."""
 _OF_FINITENESS = (math.isfinite, math.isnan, math.isinf, np.isfinite, np.isnan, np.isinf)
@@ -47,15 +50,15 @@ _PROLOGUE = 12
 _RAISES = frozenset(["RAISE_VARARGS", "RERAISE"])
 
 
-def is_check(numbers: Collection[Number], nodes: Iterable[fx.Node]) -> bool:
+def is_check(numbers: Collection[Number], nodes: Iterable[fx.Node], is_drawn_input: Callable[[fx.Node], bool]) -> bool:
     """Whether the step may look at some numbers now, which the graph computes at some nodes."""
     nodes = [*nodes]
     frame = _asking_frame()
     return (
         (frame is not None and _is_torchs(frame.f_code.co_filename))
-        or all(map(_is_of_finiteness, numbers))
+        or (bool(numbers) and all(map(_is_of_finiteness, numbers)))
         or all(map(_tells_finiteness, nodes))
-        or all(map(_is_drawn, nodes))
+        or all(is_drawn([node], is_drawn_input) for node in nodes)
         or _is_of_a_scaler(nodes)
         or (frame is not None and _raises_otherwise(frame))
     )
@@ -104,10 +107,11 @@ def _asks_finiteness(node: fx.Node) -> bool:
     return node.target in (aten.eq.Scalar, aten.ne.Scalar) and node.args[1] in (math.inf, -math.inf)
 
 
-def _is_drawn(node: fx.Node) -> bool:
-    """Whether a value depends on random numbers alone."""
-    needed = ancestors(node)
-    return any(map(ops.draws, needed)) and all(other.op == "call_function" for other in needed)
+def is_drawn(nodes: Iterable[fx.Node], is_drawn_input: Callable[[fx.Node], bool]) -> bool:
+    """Whether what is made of some nodes depends on random numbers alone, be they drawn by torch or by Python."""
+    needed = {other: None for node in nodes for other in ancestors(node)}
+    drawn = {other for other in needed if ops.draws(other) or is_drawn_input(other)}
+    return bool(drawn) and all(other.op in ("call_function", "get_attr") for other in needed.keys() - drawn)
 
 
 def _is_of_a_scaler(nodes: Collection[fx.Node]) -> bool:

@@ -163,24 +163,29 @@ def _collect_outputs(
         if isinstance(lifted.twin, torch.Tensor)
     }
 
+    recorder = session.recorder
+
+    def is_drawn(real: Any) -> bool:
+        """Whether a tensor is made anew at each call; what is found at a place that is drawn is not."""
+        return id(real) in recorder.drawn_tensors and id(real) not in recorder.drawn_items
+
     def base_of(view: torch.Tensor) -> binding.Binding | None:
         lifted = memories.get(_torch.storage_key(view))
-        if lifted is None or id(lifted.real) in session.recorder.drawn_tensors:
+        if lifted is None or is_drawn(lifted.real):
             return None
         moved = session.reassigned.get(id(lifted.twin))
         if moved is not None and moved.has_moved:
             raise _shared(moved, "what the step returns or keeps")
         return slot_of(lifted.twin)
 
-    recorder = session.recorder
-
     def drawn_tensor(value: Any) -> torch.Tensor | None:
-        if id(value) in recorder.drawn_tensors:
+        if is_drawn(value):
             return session.adopt(value)
         lifted = slots.get(id(value))
-        return None if lifted is None or id(lifted.real) not in recorder.drawn_tensors else value
+        return None if lifted is None or not is_drawn(lifted.real) else value
 
-    templates = Templates(recorder.place_of, slot_of, base_of, computed, drawn_tensor, recorder.drawn_arrays)
+    drawn = {key: name for key, (_, name, *_) in [*recorder.drawn_arrays.items(), *recorder.drawn_items.items()]}
+    templates = Templates(recorder.place_of, slot_of, base_of, computed, drawn_tensor, drawn)
     outputs = templates.of(returned, "the step returns")
     said = [output.as_said(recorder) for output in recorder.outputs]
     effects = find_effects(recorder.kept.values(), said, recorder.place_of, templates)

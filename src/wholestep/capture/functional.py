@@ -66,6 +66,8 @@ class Functional(_torch.FunctionalTensorMode):
             position = self._session.looks.position(args[0])
             if position is not None:
                 return position
+        if is_asking(func) and (outcome := self._session.looks.outcome(func, args)) is not None:
+            return outcome
         sizes = self._session.fake_mode.sizes
         if sizes is None or not _sizes_torch.gives_tensors(func):
             return self._functionalised(func, types, args, kwargs)

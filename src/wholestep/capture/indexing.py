@@ -1,14 +1,25 @@
-"""Python's indices that torch would look at: one truth value where a mask could stand."""
+"""Python's indices that torch would look at: one truth value where a mask could stand, arrays that are drawn."""
 
 from __future__ import annotations
 
+import operator
 from typing import Any
 
 import torch
 
 from wholestep import _torch
+from wholestep.capture.record import Recorder, index_of
 
 _NUMBERS = (bool, int, float)
+BY_PLACES = (torch.Tensor.__getitem__, torch.Tensor.__setitem__)
+
+
+def with_drawn_places(recorder: Recorder, args: tuple[Any, ...]) -> tuple[Any, ...]:
+    """The arguments of an access by places, with a tensor in the place of each array that is drawn."""
+    tensor, key, *rest = args
+    parts = key if type(key) is tuple else (key,)
+    found = tuple(index_of(recorder, part) for part in parts)
+    return args if all(map(operator.is_, found, parts)) else (tensor, found if type(key) is tuple else found[0], *rest)
 
 
 def fills_where(func: Any, args: tuple[Any, ...]) -> bool:

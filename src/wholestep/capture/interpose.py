@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import operator
 from collections.abc import Callable, Container, Generator, Iterable, Iterator, Sequence
 from typing import Any, cast
 from unittest import mock
@@ -27,7 +28,7 @@ from torch.overrides import TorchFunctionMode
 from wholestep import _autograd_torch, _branches_torch, _recording_torch, _sizes_torch, _torch
 from wholestep._threads import only_where
 from wholestep.capture import fused, indexing, remedies, source
-from wholestep.capture.record import LateArray, Number
+from wholestep.capture.record import EarlyArray, LateArray, Number, drawing, sequences
 from wholestep.capture.session import Reassigned, Session
 from wholestep.capture.trail import listening
 from wholestep.errors import CaptureError
@@ -46,6 +47,11 @@ _READS_A_VALUE = {
     torch.Tensor.__format__: "formatting or printing a tensor",
     torch.Tensor.__repr__: "printing a tensor",
     torch.is_nonzero: "torch.is_nonzero()",
+}
+_ON_ONE_NUMBER: dict[Any, Callable[[Any], Any]] = {
+    torch.Tensor.item: lambda number: number,
+    torch.Tensor.__index__: operator.index,
+    torch.is_nonzero: bool,
 }
 # More than a number: an array, or text.
 _SHOWS_A_VALUE = (torch.Tensor.numpy, torch.Tensor.__array__, torch.Tensor.__format__, torch.Tensor.__repr__)
@@ -84,8 +90,7 @@ class Interposer(TorchFunctionMode):
         ):  # torch looks at tensors inside an operator that C++ has called
             return func(*args, **(kwargs or {}))
         session.recorder.whole_calls.refuse_inside()
-        if session.recorder.is_drawing:
-            session.recorder.refuse(f"uses torch ({func.__name__}) in a function that draws", "Draw with torch")
+        drawing.require_more_than_draws(session.recorder)
         line = source.current_line()
         session.annotate()
         if func in _READS_A_VALUE:
@@ -93,7 +98,7 @@ class Interposer(TorchFunctionMode):
         if session.phase is not Phase.OPTIMIZER and _is_of_one_number(func, args[0] if args else None):
             number = session.looks.number(args[0])
             if number is not None:
-                return number if func is torch.Tensor.item else format(number, args[1])
+                return _ON_ONE_NUMBER[func](number) if func in _ON_ONE_NUMBER else format(number, args[1])
         if func is torch.Tensor.numpy and _may_be_late(args[0]):
             return session.looks.array(args[0])
         if func in _READS_A_VALUE and session.phase is not Phase.OPTIMIZER and not _is_known(session, func, args[0]):
@@ -103,6 +108,8 @@ class Interposer(TorchFunctionMode):
                 advice=remedies.for_values(),
             )
         _refuse_generators(args, kwargs)
+        if func in indexing.BY_PLACES:
+            args = indexing.with_drawn_places(session.recorder, args)
         numbers = [*_numbers_in((*args, *(kwargs or {}).values()))]
         args = self._with_twins(args)
         kwargs = cast(dict[str, Any], self._with_twins(kwargs or {}))
@@ -180,6 +187,8 @@ class Interposer(TorchFunctionMode):
             return self.session.symbol(value)
         if type(value) is LateArray:
             value.refuse()
+        if type(value) is EarlyArray:
+            value.deny("gives to torch")
         if isinstance(value, torch.Tensor):
             return value if _torch.is_traced(value) else self.session.adopt(value)
         if isinstance(value, tuple) and type(value) is tuple:
@@ -200,7 +209,7 @@ def _is_of_one_number(func: Callable[..., Any], tensor: Any) -> bool:
     """Whether `tensor.item()` is called, or text made of it (`f"{tensor:.2f}"`), which torch does for no parameter."""
     if func is torch.Tensor.__format__:
         return tensor.dim() == 0 and not isinstance(tensor, nn.Parameter)
-    return func is torch.Tensor.item
+    return func in _ON_ONE_NUMBER
 
 
 def _numbers_in(values: Iterable[Any]) -> Iterator[Number]:
@@ -372,6 +381,7 @@ def interposed(session: Session, module_names: dict[int, str]) -> Generator[None
                 tell = session.recorder.told
                 for handle in _recording_torch.carry_hooks(lifted.real, lifted.twin, lambda: Interposer(session), tell):
                     stack.callback(handle.remove)
+        stack.enter_context(_replaced(session, torch.Tensor, "__hash__", _hash(session)))
         stack.enter_context(Interposer(session))
         yield
 
@@ -419,6 +429,16 @@ def _traced_zero_grad(session: Session, original: Callable[..., None]) -> Callab
             original(owner, set_to_none)
 
     return zero_grad
+
+
+def _hash(session: Session) -> Callable[[torch.Tensor], int]:
+    """The hash of a tensor; the same one may have been drawn twice, which two that stand for it do not tell."""
+
+    def hash_of(tensor: torch.Tensor) -> int:
+        sequences.refuse_identity(session.recorder, tensor)
+        return id(tensor)
+
+    return hash_of
 
 
 def _refuse_seeding(call: str) -> None:

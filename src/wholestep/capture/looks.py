@@ -26,6 +26,7 @@ from wholestep.capture.record.again import raises_of_a_value
 from wholestep.capture.record.arrays import LateArray
 from wholestep.capture.record.late import Check, Leaf, OtherOutcome, Requirement, Within
 from wholestep.capture.record.numbers import Number, kind_of, kinds_of, name_of, origins_of
+from wholestep.capture.record.places import same
 from wholestep.errors import CaptureError
 from wholestep.graph import Phase
 
@@ -244,7 +245,7 @@ class Looks:
             return True
         if not self._may_leave:
             raise refused(", also to check it: on several ranks all run one graph")
-        if not checks.is_check(numbers, nodes.values()):
+        if not checks.is_check(numbers, nodes.values(), session.is_drawn_input):
             whole_late.escalate(session.recorder)
             raise refused()
         if any(map(blank.is_blank, session.reals().values())):
@@ -265,6 +266,39 @@ class Looks:
         self._certain.add(name)
         nodes = tuple(self._nodes[leaf] for leaf in within.code.leaves)
         session.questions.answer(session.tracer, within, nodes, session.reals())
+
+    def outcome(self, func: Any, args: tuple[Any, ...]) -> Any:
+        """What an operator that looks at values (`torch.equal`) says of those of this call; None if it must not.
+
+        The graph is to look whether it says the same.
+        """
+        places = [index for index, value in enumerate(args) if isinstance(value, torch.Tensor)]
+        tensors = [args[place] for place in places]
+        is_open = self._may_leave and self._session.phase is not Phase.OPTIMIZER
+        if not is_open or all(map(_torch.is_constant, tensors)) or not all(map(self._session.has_node, tensors)):
+            return None
+        nodes = [self._session.node_of(tensor) for tensor in tensors]
+        is_drawn_input = self._session.is_drawn_input
+        if not checks.is_drawn(nodes, is_drawn_input) and not checks.is_check([], nodes, is_drawn_input):
+            return None
+        if any(map(blank.is_blank, self._session.reals().values())):
+            raise refused(", and a model without memory has none")
+        others = [None if index in places else value for index, value in enumerate(args)]
+
+        def say(values: Sequence[torch.Tensor]) -> Any:
+            given = dict(zip(places, values, strict=True))
+            return func(*[given.get(index, value) for index, value in enumerate(others)])
+
+        expected = self.preview.read_all(nodes, say)
+
+        def check(values: Sequence[torch.Tensor]) -> None:
+            if not same(say(values), expected):
+                raise OtherOutcome
+
+        self._add(check, nodes)
+        if type(expected) is bool and checks.leads_to_an_error(expected):
+            raise raises_of_a_value(source.current_location())
+        return expected
 
     def check(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """An operator that does nothing but raise for some values: where it does, the step is run as it is."""

@@ -7,7 +7,7 @@ after its last use, but for some bytes that spare the next look work, and for wh
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -35,14 +35,20 @@ class Preview:
 
     def read(self, node: fx.Node, read: Callable[[Any], Any]) -> Any:
         """What can be read from what a node computes."""
+        return self.read_all([node], lambda values: read(values[0]))
+
+    def read_all(self, nodes: Sequence[fx.Node], read: Callable[[list[Any]], Any]) -> Any:
+        """What can be read from what some nodes compute."""
         generators = _recording_torch.generators()
         before = [generator.get_state() for generator in generators]
         try:
             with _recording_torch.untraced(), _torch.real_kernels():
-                _put(generators, self._states)
-                value = self._value(node)
-                self._states = [generator.get_state() for generator in generators]
-                return read(value)
+                values = list[Any]()
+                for node in nodes:
+                    _put(generators, self._states)
+                    values.append(self._value(node))
+                    self._states = [generator.get_state() for generator in generators]
+                return read(values)
         finally:
             _put(generators, before)
 

@@ -20,10 +20,10 @@ from wholestep import _torch
 from wholestep.capture import binding, blank, source
 from wholestep.capture.leftovers import HandedOut
 from wholestep.capture.optimizer_state import defaults, rates_of, refuse_other_defaults, refuse_other_rates
-from wholestep.capture.questions import Questions
+from wholestep.capture.questions import Questions, ancestors
 from wholestep.capture.record import participants
 from wholestep.capture.record.again import Missed
-from wholestep.capture.record.numbers import Number, is_late, name_of, settled, value_of
+from wholestep.capture.record.numbers import Number, is_late, kind_of, name_of, settled, value_of
 from wholestep.capture.record.places import Rooted, Step, find
 from wholestep.capture.record.recorder import Recorder
 from wholestep.capture.record.recording import Current
@@ -194,6 +194,8 @@ class Session:
         if is_late(number):
             made = self.looks.symbol(number)
             return settled(number) if made is None else made
+        if kind_of(number) is bool:  # torch has no symbol for one that is not
+            return settled(number)
         name = name_of(number)
         known = next((entry.twin for entry in self.lifted.values() if entry.slot == Slot(SlotKind.NUMBER, name)), None)
         if known is not None:
@@ -212,7 +214,7 @@ class Session:
         if drawn is not None:
             _, name, make = drawn
             self.recorder.needed.add(name)
-            return binding.DrawnTensor(self.numbers, name, make)
+            return binding.DrawnTensor(self.numbers, name, make, id(real) in self.recorder.drawn_items)
         place = self.recorder.place_of(real)
         if place is None:
             return binding.FixedTensor(real)
@@ -248,9 +250,15 @@ class Session:
         return all(self.has_node(value) and self.is_answerable(self.node_of(value)) for value in tensors)
 
     def is_answerable(self, node: fx.Node) -> bool:
-        """Whether what a node computes is known before the step runs."""
-        slots = {name: lifted.slot for name, lifted in self.lifted.items()}
-        return self.questions.can_answer(node, self.reals(), slots)
+        """Whether what a node computes is known before the step runs; what is drawn is so only after all questions."""
+        slots = {name: entry.slot for name, entry in self.lifted.items()}
+        is_known = self.questions.can_answer(node, self.reals(), slots)
+        return is_known and not any(map(self.is_drawn_input, ancestors(node) if self.recorder.drawn_tensors else ()))
+
+    def is_drawn_input(self, node: fx.Node) -> bool:
+        """Whether a node is an input that is made of what Python draws at each call."""
+        entry = self.lifted.get(node.name) if node.op == "placeholder" else None
+        return entry is not None and id(entry.real) in self.recorder.drawn_tensors
 
     def answer(self, func: Any, args: tuple[Any, ...], *, is_open: bool = False) -> Any:
         """What an operator that looks at values gives for the arguments of this very call."""

@@ -195,9 +195,11 @@ class _MemoryGuard:
     At capture that is refused. A tensor that alone has its memory, and is found only once, needs no further look.
     """
 
-    def __init__(self, capture: Capture) -> None:
+    def __init__(self, capture: Capture, drawn: Sequence[Binding] = ()) -> None:
         self._capture = capture
-        self._moving = [where for where in capture.bindings.values() if isinstance(where, (Argument, AtPlace))]
+        moving = [where for where in capture.bindings.values() if isinstance(where, (Argument, AtPlace))]
+        self._moving = [*moving, *drawn]
+        self._has_drawn = bool(drawn)
         self._staying = [
             where for _, where in _tensors_bound(capture) if isinstance(where, (FixedTensor, BufferOf, StateOf))
         ]
@@ -210,13 +212,21 @@ class _MemoryGuard:
     def __call__(self, now: Call) -> str | None:
         values = [where.read(now.leaves) for where in self._moving]
         is_alone = len({*map(id, values)}) == len(values) and not any(map(_may_share_memory, values))
-        return None if is_alone and self._is_new(values) else shared_memory(self._capture, now.leaves)
+        if is_alone and self._is_new(values):
+            return None
+        return shared_memory(self._capture, now.leaves, with_drawn=self._has_drawn)
 
     def _is_new(self, values: list[Any]) -> bool:
         """Whether none of some tensors is a parameter, a buffer or state."""
         if self._ids is None:
             self._ids = {id(where.read([])) for where in self._staying}
         return self._ids.isdisjoint(map(id, values))
+
+
+def drawn_memory_guard(capture: Capture) -> Callable[[Call], str | None]:
+    """The same of tensors that stand where Python draws, once that has been drawn."""
+    drawn = [where for where in capture.bindings.values() if isinstance(where, DrawnTensor) and where.is_found]
+    return _MemoryGuard(capture, drawn) if drawn and capture.written else lambda _: None
 
 
 def _may_share_memory(value: Any) -> bool:

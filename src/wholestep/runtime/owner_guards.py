@@ -83,14 +83,19 @@ def first_places(leaves: Iterable[Any], known: Mapping[int, int] = MappingProxyT
     return [known[key] if key in known else first.setdefault(key, index) for index, key in tensors]
 
 
-def shared_memory(capture: Capture, leaves: list[Any] | None = None) -> str | None:
-    """Two inputs that lie in the same memory, of which the step writes something; without `leaves`, no arguments."""
+def shared_memory(capture: Capture, leaves: list[Any] | None = None, *, with_drawn: bool = False) -> str | None:
+    """Two inputs that lie in the same memory, of which the step writes something; without `leaves`, no arguments.
+
+    What stands where Python draws is known only after that has been drawn.
+    """
     if not capture.written:
         return None
     spans: list[Span] = []
     for slot_id in [slot.id for slot in capture.graph.slots.values()]:
         where = capture.bindings[slot_id]
-        if isinstance(where, (NumberOf, DrawnTensor, LearningRate)):
+        if isinstance(where, (NumberOf, LearningRate)):
+            continue
+        if isinstance(where, DrawnTensor) and not (with_drawn and where.is_found):
             continue
         if leaves is None and isinstance(where, (Argument, GradOfArgument)):
             continue

@@ -31,7 +31,7 @@ from wholestep.errors import CaptureError, GuardError, RankError
 from wholestep.graph import StepGraph
 from wholestep.passes import dump_graphs, new_dump_folder
 from wholestep.remat import MemoryStudy
-from wholestep.runtime import differential
+from wholestep.runtime import differential, outcomes
 from wholestep.runtime.arguments import refuse_tensor_keys, refuse_unplannable
 from wholestep.runtime.data_parallel import Replicas
 from wholestep.runtime.dynamic import choose_dynamic_dims, fewer_dims, what_is_fixed
@@ -44,9 +44,6 @@ from wholestep.runtime.specialization import Specialization
 from wholestep.runtime.tracebacks import tell
 
 logger = logging.getLogger(__name__)
-
-_MAX_OUTCOMES = 8
-"""So many graphs of one step may differ in nothing but the values that it looks at."""
 
 
 class StepRunner:
@@ -145,14 +142,14 @@ class StepRunner:
                     self._current = known
                     return self._run(known, call, is_last=False)
         is_budgeted = self.options.memory_budget is not None
-        if is_budgeted or (left.num_left > 1 and self._num_outcomes < _MAX_OUTCOMES):
+        if is_budgeted or (left.num_left > 1 and self._num_outcomes < outcomes.MAX_OUTCOMES):
             self._num_outcomes += 1
             try:
                 fresh = self._compile(call, "a value that the step looks at leads elsewhere")
             except CaptureError:
                 if is_budgeted:
                     raise
-                self._num_outcomes = _MAX_OUTCOMES
+                self._num_outcomes = outcomes.MAX_OUTCOMES
             else:
                 self._current = fresh
                 fresh.begin(call)
@@ -162,7 +159,7 @@ class StepRunner:
                     self._forget(fresh)
                     if is_budgeted:
                         raise raises_of_a_value() from error
-                    self._num_outcomes = _MAX_OUTCOMES
+                    self._num_outcomes = outcomes.MAX_OUTCOMES
         return self._run_in_eager(call)
 
     def _choose_unless_refused(self, call: Call) -> Specialization | None:
@@ -221,7 +218,7 @@ class StepRunner:
     def prepare(self, *args: Any, **kwargs: Any) -> None:
         """Capture and plan the step for such a call, and run nothing; there is a graph afterwards."""
         try:
-            self._choose(Call.of(self._function, args, kwargs))
+            self._choose(Call.of(self._function, args, kwargs)).undo_draws()
         except BaseException as error:
             tell(error, self._function, is_debugging=self.options.is_debugging)
             raise
@@ -332,11 +329,12 @@ class StepRunner:
     def _choose(self, call: Call) -> Specialization:
         """The specialisation that fits the call: the last one, another known one, or a new capture."""
         let_others_capture()
-        difference = None
+        tried: outcomes.Tried = []
         if self._current is not None:
             difference = self._current.check(call)
             if difference is None:
                 return self._current
+            tried.append((self._current, difference))
             self._current.rotation.pending.settle()
         for known in reversed(self._specializations):
             if known is self._current:
@@ -345,10 +343,12 @@ class StepRunner:
             if other is None:
                 self._current = known
                 return known
+            tried.append((known, other))
             self._numbers |= dict.fromkeys(other.numbers)
-        if difference is not None:
-            self._numbers |= dict.fromkeys(difference.numbers)
-        self._current = self._compile(call, None if difference is None else difference.reason)
+        outcomes.require_worth(tried, self.options, len(self._specializations))
+        left = None if self._current is None else tried[0][1]
+        self._numbers |= dict.fromkeys([] if left is None else left.numbers)
+        self._current = self._compile(call, None if left is None else left.reason)
         broken = self._current.begin(call)
         if broken is not None:
             raise GuardError(f"{self._name} does something else each time it is captured: {broken.reason}")

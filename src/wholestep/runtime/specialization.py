@@ -10,12 +10,12 @@ import torch
 
 from wholestep import _recording_torch, _torch, _waiting_torch
 from wholestep.capture import Capture
-from wholestep.capture.record import Broken, Difference, Filling, OtherOutcome, ReadGuard, Watch
+from wholestep.capture.record import Broken, Difference, Filling, OtherOutcome, Outcome, ReadGuard, Watch
 from wholestep.compiler import Plan
 from wholestep.errors import CaptureError
 from wholestep.graph import StepGraph
 from wholestep.remat import Survey
-from wholestep.runtime.guards import Call, Check, make_guards
+from wholestep.runtime.guards import Call, Check, drawn_memory_guard, make_guards
 from wholestep.runtime.measured import Measured
 from wholestep.runtime.owner_guards import found_type, tensor_type
 from wholestep.runtime.questions import question_guards
@@ -49,11 +49,14 @@ class Specialization:
         self.num_runs = 0
         self.num_left = 0
         """How many calls have found that another graph is theirs."""
+        self.outcomes_seen: set[Outcome] = set()
+        """Where draws have led that are none of this graph."""
         self.leaf_types = {i: tensor_type(leaf) for i, leaf in enumerate(call.leaves) if isinstance(leaf, torch.Tensor)}
         self._install_initial_state()
         self._watch = Watch()
         self._guards: list[Check] = make_guards(capture, call, self._watch, rotation.pending.settle_if_replaced)
         self._questions = question_guards(capture)
+        self._drawn_memory = drawn_memory_guard(capture)
         self._reads = ReadGuard(list(capture.recording.roots), found_type, self._watch)
 
     @property
@@ -103,10 +106,14 @@ class Specialization:
             numbers = recording.program.run(call)
         except Broken as broken:
             return Difference(
-                f"a number that the step reads or draws leads elsewhere{f' ({broken})' if str(broken) else ''}"
+                f"a number that the step reads or draws leads elsewhere{f' ({broken})' if str(broken) else ''}",
+                outcome=broken.outcome,
             )
         recording.numbers.clear()
         recording.numbers.update(numbers)
+        if (shared := self._drawn_memory(call)) is not None:
+            recording.program.undo_draws()
+            return Difference(shared)
         return None
 
     def run(self, call: Call, *, is_last: bool = False, number: int = 0, is_quiet: bool = False) -> Any:
@@ -162,11 +169,14 @@ class Specialization:
             *[functools.partial(setattr, parameter, "grad", gradient) for parameter, gradient in gradients],
         ]
 
+    def undo_draws(self) -> None:
+        """Put the generators of Python and NumPy back to where they were before the last check."""
+        self.capture.recording.program.undo_draws()
+
     def _leave(self) -> None:
         """The graph is not that of this call: nothing has been written, and nothing is left drawn or prepared."""
-        recording = self.capture.recording
-        recording.program.undo_draws()
-        recording.current.call = None
+        self.undo_draws()
+        self.capture.recording.current.call = None
         if self.num_runs == 0:
             self.remove_initial_state()
 

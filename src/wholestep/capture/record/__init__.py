@@ -13,13 +13,14 @@ from wholestep.capture.record.again import (
     raises_of_a_value,
 )
 from wholestep.capture.record.arrays import LateArray
+from wholestep.capture.record.early_arrays import EarlyArray, index_of
 from wholestep.capture.record.guard import Difference, ReadGuard
 from wholestep.capture.record.imports import Unimported
 from wholestep.capture.record.late import OtherOutcome
 from wholestep.capture.record.listen import listening
 from wholestep.capture.record.net import Unseen
 from wholestep.capture.record.numbers import Number, is_number
-from wholestep.capture.record.program import Broken, Program
+from wholestep.capture.record.program import Broken, Outcome, Program
 from wholestep.capture.record.recorder import Recorder
 from wholestep.capture.record.recording import Current, Recording
 from wholestep.capture.record.templates import Filling, Template
@@ -34,6 +35,7 @@ __all__ = [
     "Current",
     "Difference",
     "DrawsWhole",
+    "EarlyArray",
     "Filling",
     "HasSizes",
     "LateArray",
@@ -42,6 +44,7 @@ __all__ = [
     "Number",
     "OnlyInEager",
     "OtherOutcome",
+    "Outcome",
     "Program",
     "Raises",
     "ReadGuard",
@@ -53,6 +56,7 @@ __all__ = [
     "Unsymbolic",
     "Watch",
     "WholeCalls",
+    "index_of",
     "is_number",
     "listening",
     "raises_of_a_value",

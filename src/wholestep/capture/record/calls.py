@@ -37,10 +37,12 @@ from wholestep.capture.record import (
     classes,
     containers,
     drawing,
+    early_arrays,
     late_calls,
     number_calls,
     numbers,
     outside,
+    sequences,
     simple_calls,
     standins,
     tensors,
@@ -87,6 +89,10 @@ def choose(recorder: Recorder, function: Any, args: tuple[Any, ...], kwargs: dic
         return functools.partial(_call_telling, recorder, function)
     if recorder.drawn_arrays and any(id(arg) in recorder.drawn_arrays for arg in (*args, *kwargs.values())):
         return outside.convert_drawn(recorder, function, args, kwargs)
+    if (recorder.whole_draws or recorder.ledger.drawn) and _is_hashable(function):
+        chosen = early_arrays.choose(recorder, function, args, kwargs)
+        if chosen is not None:
+            return chosen
     if kind is types.FunctionType:
         return _python(recorder, function, args, kwargs)
     if kind is types.MethodType:
@@ -235,6 +241,8 @@ def _method(recorder: Recorder, method: types.MethodType, args: tuple[Any, ...],
         return handler(recorder, method, args, kwargs)
     if type(function) is functools._lru_cache_wrapper:  # pyright: ignore[reportPrivateUsage]
         return functools.partial(cached_call(recorder, function), method.__self__)
+    if recorder.whole_draws and (whole_call := drawing.whole_method(recorder, method, args, kwargs)) is not None:
+        return whole_call
     if isinstance(function, types.FunctionType):
         later = whole_late.whole_call(recorder, function, (method.__self__, *args), kwargs)
         if later is not None:
@@ -474,6 +482,7 @@ def _walk(recorder: Recorder, function: Any, args: tuple[Any, ...], kwargs: dict
 
 def _identity_of(recorder: Recorder, function: Any, args: tuple[Any, ...], _kwargs: dict[str, Any]) -> Any:
     recorder.identify(args[0])
+    sequences.refuse_identity(recorder, args[0])
     owner = tensors.id_of(recorder, args[0])
     return function if owner is args[0] else lambda _: function(owner)
 

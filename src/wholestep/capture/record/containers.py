@@ -64,7 +64,8 @@ def call_method(recorder: Recorder, owner: Any, name: str, args: tuple[Any, ...]
     if recorder.place_of(owner) is None:
         return
     for arg in args:
-        if isinstance(arg, torch.Tensor) and name not in ("append", "appendleft", "insert"):
+        is_key = isinstance(arg, torch.Tensor) or id(arg) in recorder.drawn_items
+        if is_key and name not in ("append", "appendleft", "insert"):
             tensors.looked_up(recorder, owner, arg)
     if isinstance(owner, dict):
         _dict_method(recorder, owner, name, args, kwargs)

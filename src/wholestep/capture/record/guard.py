@@ -38,6 +38,7 @@ from wholestep.capture.record.places import (
     same,
     take,
 )
+from wholestep.capture.record.program import Outcome
 from wholestep.capture.record.watch import Watch
 
 _EXACT = (dict, list, tuple)
@@ -50,10 +51,14 @@ _UNSEEN = object()
 
 @dataclass
 class Difference:
-    """Why a call does not fit: a sentence, and the paths of numbers that have changed if that is all."""
+    """Why a call does not fit: a sentence, and the paths of numbers that have changed if that is all.
+
+    If all fits but what is drawn, `outcome` tells where that leads.
+    """
 
     reason: str
     numbers: list[tuple[Any, ...]] = field(default_factory=list[tuple[Any, ...]])
+    outcome: Outcome | None = None
 
 
 class ReadGuard:

@@ -19,7 +19,20 @@ import numpy as np
 import torch
 
 from wholestep import _recording_torch
-from wholestep.capture.record import classes, drawing, late_calls, net, percent, reads, standins, tensors, texts, whole
+from wholestep.capture.record import (
+    classes,
+    drawing,
+    early_arrays,
+    late_calls,
+    net,
+    percent,
+    reads,
+    sequences,
+    standins,
+    tensors,
+    texts,
+    whole,
+)
 from wholestep.capture.record.again import AsksBefore
 from wholestep.capture.record.arrays import LateArray, LateObject
 from wholestep.capture.record.calls import choose
@@ -129,7 +142,11 @@ def _item(owner: Any, key: Any) -> Any:
         if isinstance(owner, torch.Tensor):
             return owner
         recorder.follow_operators(owner)
+        if sequences.is_picked_from(recorder, owner, key):
+            return sequences.Picked(recorder, owner)
         reads.read_subscript(recorder, owner, key)
+        if early_arrays.takes_rows(recorder, owner, key):
+            return early_arrays.Rows(recorder, owner)
         is_table = type(key) is Number and type(owner) in (list, tuple, np.ndarray)
         return Table(recorder.ledger, owner) if is_table else owner
     finally:
@@ -153,6 +170,8 @@ def _slice(recorder: Recorder, owner: Any, _start: Any, _stop: Any) -> None:
 
 @_hook(0)
 def _set_item(recorder: Recorder, value: Any, owner: Any, key: Any) -> None:
+    if early_arrays.is_written_by_draws(recorder, owner, key, value):
+        drawing.require_whole(recorder)
     if recorder.late.is_used:
         late_calls.refuse_in_item(recorder, value, owner, key)
     if isinstance(owner, (torch.Tensor, np.ndarray)) or type(key) is slice:  # takes what is in the value
@@ -179,6 +198,8 @@ def _iterate(recorder: Recorder, owner: Any) -> None:
 
 @_hook(0)
 def _contains(recorder: Recorder, key: Any, owner: Any) -> None:
+    if recorder.place_of(owner) is None:
+        sequences.refuse_identity(recorder, key)
     recorder.follow_operators(owner)
     for item in (key, *(owner if isinstance(owner, CONTAINERS) and not is_plain(owner) else ())):
         recorder.identify(item)
@@ -240,6 +261,8 @@ def _binary(recorder: Recorder, left: Any, right: Any, operator: int) -> None:
 @_hook(0)
 def _identity(recorder: Recorder, left: Any, right: Any) -> None:
     standins.refuse_identity(recorder, left, right)
+    if not is_plain(left) and not is_plain(right):
+        sequences.refuse_identity(recorder, left, right)
     if type(left) in _QUIET and type(right) in _QUIET:
         return
     if not _caller_globals().get("__name__", "").startswith("torch."):  # whose layers look whether weights are theirs

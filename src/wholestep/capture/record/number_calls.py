@@ -32,7 +32,9 @@ _HOLDING = frozenset(["builtins", "itertools", "functools", "_functools", "opera
 OF_NUMBERS = frozenset([*(f for f in vars(math).values() if isinstance(f, types.BuiltinFunctionType)), float, int])
 """What gives a number for a tensor as well: it asks for its value."""
 _UFUNCS = (np.isfinite, np.isnan, np.isinf, np.minimum, np.maximum, np.power, np.sqrt, np.exp, np.log, np.cos, np.sin)
-ON_NUMBERS = OF_NUMBERS | {abs, round, pow, *_UFUNCS}
+_OF_NUMPY: frozenset[Any] = frozenset([np.clip, np.round, np.around])
+ON_NUMBERS = OF_NUMBERS | _OF_NUMPY | {abs, round, pow, *_UFUNCS}
+_NUMPYS = tuple({*map(type, _OF_NUMPY)})
 
 
 def _bisect_right(a: Any, x: Any, lo: int = 0, hi: int | None = None, *, key: Any = None) -> int:
@@ -64,7 +66,9 @@ COMPARING: dict[Any, Callable[..., int]] = {bisect.bisect_left: _bisect_left, bi
 
 def is_on_numbers(function: Any) -> bool:
     """Whether a function of numbers gives a number, and can be computed again."""
-    return isinstance(function, (types.BuiltinFunctionType, type, np.ufunc)) and function in ON_NUMBERS
+    if isinstance(function, np.ufunc):
+        return function.nout == 1
+    return isinstance(function, (types.BuiltinFunctionType, type, *_NUMPYS)) and function in ON_NUMBERS
 
 
 def refuse_arrays(given: Iterable[Any]) -> None:

@@ -80,6 +80,8 @@ class Ledger:
     constants: dict[str, Any] = field(default_factory=dict[str, Any])
     leaves: dict[str, Any] = field(default_factory=dict[str, Any])
     """Name of each number that is read, not computed, and the path to where it is read."""
+    drawn: dict[str, int] = field(default_factory=dict[str, int])
+    """Name of each value that is drawn, and which of the step's draws it is."""
     symbol_of: Callable[[Number], Any] = lambda number: float(number)
     """The trace's own symbol for a number, for arithmetic with other symbols (learning rates, step counts)."""
     text_later: Callable[..., str] | None = None
@@ -99,6 +101,11 @@ class Ledger:
         number = self.leaf(value, path)
         self.assume(f"type({name_of(number)}) is {self.constant(type(value))}")
         return number
+
+    def object_leaf(self, path: tuple[Any, ...]) -> str:
+        """The name of an object that stands at the end of a path."""
+        known = next((name for name, other in self.leaves.items() if other == path), None)
+        return name_of(self.leaf(0, path)) if known is None else known
 
     def require_known(self, *_: Any) -> None:
         """Python is about to take the values of some numbers, and to go on by what they are: here it may."""
@@ -275,6 +282,8 @@ class Number:
         """Whatever else a number has (`is_integer`, `bit_length`): asked of the value, which is taken for granted."""
         if self._ledger.is_late:
             return self._ledger.attribute_of(self, name)
+        if name == "item" and issubclass(kind_of(self), np.generic):
+            return lambda: called(_item_of, (self,), {})
         return getattr(settled(self), name)
 
     def __copy__(self) -> Number:
@@ -285,6 +294,11 @@ class Number:
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         return settled(self).__reduce_ex__(protocol)
+
+
+def _item_of(number: Any) -> Any:
+    """The number of Python that one of NumPy is."""
+    return number.item()
 
 
 def _arithmetic(symbol: str) -> tuple[Callable[..., Any], Callable[..., Any]]:
@@ -384,7 +398,7 @@ def ledger_of(number: Number) -> Ledger:
 
 
 def origins_of(*values: Any) -> frozenset[str]:
-    """The leaves that some numbers come from; draws are none."""
+    """The leaves and draws that some numbers come from."""
     return frozenset[str]().union(*(v._origins for v in values if type(v) is Number))  # pyright: ignore[reportPrivateUsage]
 
 

@@ -26,7 +26,8 @@ import torch
 
 from wholestep import _recording_torch
 from wholestep.capture import remedies, source
-from wholestep.capture.record import drawing, late_calls, numbers
+from wholestep.capture.record import drawing, late_calls, numbers, sequences
+from wholestep.capture.record.early_arrays import EarlyArray
 from wholestep.capture.record.follow import is_followed_file
 from wholestep.capture.record.places import ABSENT, CONTAINERS, Step, is_plain, slot_names, take
 from wholestep.errors import CaptureError
@@ -37,7 +38,7 @@ if TYPE_CHECKING:
     from wholestep.capture.record.state import Kept
 
 _PROGRESS = ("update", "set_description", "set_description_str", "set_postfix", "set_postfix_str", "refresh", "close")
-_IN_PLACE = ("shuffle", "permutation")
+_IN_PLACE = ("shuffle",)
 _ADVICE = "Draw outside the step and pass what was drawn, or draw with torch"
 
 
@@ -143,9 +144,20 @@ def _draw(recorder: Recorder, function: Any, args: tuple[Any, ...], kwargs: dict
     if recorder.place_of(owner) is None and owner not in _GLOBAL_GENERATORS:
         recorder.refuse(f"draws from a {type(owner).__name__} that it has made", _ADVICE)
     if recorder.is_drawing:
+        writes = function.__name__ in _IN_PLACE or kwargs.get("out") is not None
+        if writes and any(recorder.place_of(value) is not None for value in (*args, *kwargs.values())):
+            drawing.require_more_than_draws(recorder)
         recorder.keep_generator(owner)
         return functools.partial(_call_settled, function)
     name = f"{type(function.__self__).__name__}.{function.__name__}()"
+    if sequences.is_drawn_from(function, args, kwargs) and sequences.are_repeatable(args[1:]):
+        return functools.partial(sequences.draw, recorder, function)
+    if function.__name__ in _IN_PLACE and type(args[0]) is EarlyArray:
+        recorder.keep_generator(owner)
+        recorder.num_deeds += 1
+        return lambda array: array.shuffled(function)
+    if sequences.is_shuffled(recorder, function, args):
+        return functools.partial(sequences.shuffle, recorder, function)
     if function.__name__ in _IN_PLACE:
         drawing.refuse(
             recorder, drawing.key_of(recorder.calling_frame().f_code), f"draws an order with {name}", _ADVICE
@@ -174,36 +186,41 @@ _GLOBAL_GENERATORS: tuple[Any, ...] = tuple(draw.__self__ for draw in (random.ra
 def _is_repeatable(value: Any) -> bool:
     if isinstance(value, (list, tuple)):
         return all(is_plain(item) for item in value)
-    return is_plain(value) or (numbers.is_number(value) and not numbers.is_late(value))
+    if type(value) is np.ndarray:
+        return value.dtype != object
+    is_known = numbers.is_number(value) and not numbers.is_late(value)
+    is_known |= isinstance(value, type) and issubclass(value, (np.generic, int, float))
+    return is_known or is_plain(value) or type(value) is EarlyArray
 
 
 def _drawn(recorder: Recorder, function: Any, *args: Any, **kwargs: Any) -> Any:
     recorder.keep_generator(function.__self__)
     recorder.num_deeds += 1
     ledger = recorder.ledger
-    result = function(*map(numbers.value_of, args), **{key: numbers.value_of(value) for key, value in kwargs.items()})
-    texts = [_text(ledger, value) for value in args] + [
-        f"{key}={_text(ledger, value)}" for key, value in kwargs.items()
+    result = function(*map(_value, args), **{key: _value(value) for key, value in kwargs.items()})
+    texts = [_text(recorder, value) for value in args] + [
+        f"{key}={_text(recorder, value)}" for key, value in kwargs.items()
     ]
     text = f"{ledger.constant(function)}({', '.join(texts)})"
-    if numbers.is_real(result):
-        return ledger.computed_alike(text, result)
-    number = ledger.computed(text, result)
-    if isinstance(result, np.ndarray):
-        drawing.note(recorder, result, number)
-        return result
-    if not is_plain(result):
-        recorder.refuse(
-            f"draws a {type(result).__name__} with {type(function.__self__).__name__}.{function.__name__}()", _ADVICE
-        )
-    ledger.assume(f"same({numbers.name_of(number)}, {ledger.constant(result)})")
-    return result
+    if (given := drawing.drawn(recorder, text, result)) is drawing.REFUSED:
+        name = f"{type(function.__self__).__name__}.{function.__name__}()"
+        recorder.refuse(f"draws a {type(result).__name__} with {name}", _ADVICE)
+    return given
 
 
-def _text(ledger: numbers.Ledger, value: Any) -> str:
+def _value(value: Any) -> Any:
+    return value.array if type(value) is EarlyArray else numbers.value_of(value)
+
+
+def _text(recorder: Recorder, value: Any) -> str:
     if numbers.is_number(value):
         return numbers.name_of(value)
-    return ledger.constant(list(value) if isinstance(value, list) else value)
+    if type(value) is EarlyArray:
+        return value.name
+    if isinstance(value, np.ndarray):
+        recorder.expect_content(value)
+        value = value.copy()
+    return recorder.ledger.constant(list(value) if isinstance(value, list) else value)
 
 
 def convert_drawn(recorder: Recorder, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

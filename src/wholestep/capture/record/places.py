@@ -93,6 +93,7 @@ _PLAIN = (
     range,
 )
 PLAIN_TYPES: frozenset[type] = frozenset(_PLAIN)
+_WITHOUT = PLAIN_TYPES | {torch.Size}
 _PINNED = (
     types.FunctionType,
     types.BuiltinFunctionType,
@@ -374,6 +375,22 @@ def slot_names(cls: type) -> Iterator[str]:
             is_layout = name.startswith("__") and "__slots__" not in vars(base)  # as `__vectorcalloffset__`: raw memory
             if type(member) is types.MemberDescriptorType and not is_layout:
                 yield name
+
+
+def dict_of(owner: Any) -> dict[str, Any] | None:
+    """The dict that holds an object's attributes; None if it has none, or none that could be told."""
+    if isinstance(owner, (type, types.CellType, types.MethodType)) or type(owner) in _WITHOUT or is_number(owner):
+        return None
+    try:
+        namespace = object.__getattribute__(owner, "__dict__")
+    except (AttributeError, TypeError):
+        return None
+    return namespace if isinstance(namespace, dict) else None
+
+
+def hashable(key: Any) -> Any:
+    """A key that may be no plain value, as a key of our own: by which object it is."""
+    return key if is_plain(key) else Rooted(key)
 
 
 def _shown(place: Place) -> str:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+import re
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 from wholestep.capture.record.numbers import Ledger
@@ -11,7 +12,18 @@ from wholestep.capture.record.places import find, same
 
 
 class Broken(Exception):
-    """The numbers of a call do not lead where those of the captured one did."""
+    """The numbers of a call do not lead where those of the captured one did.
+
+    `outcome` tells which way they lead, for what is drawn alone: where, and to which value if that was asked for.
+    """
+
+    def __init__(self, text: str = "", outcome: Outcome | None = None) -> None:
+        super().__init__(text)
+        self.outcome = outcome
+
+
+Outcome = tuple[Any, ...]
+_SAME = "assume(same("
 
 
 class Program:
@@ -22,12 +34,13 @@ class Program:
         self._put_back: list[Callable[[], None]] = []
         self._names = dict(ledger.constants)
         self._names |= {"find": find, "same": same, "assume": _assume}
+        self._names |= {"expect": _expect, "expect_same": _expect_same}
         for name, path in ledger.leaves.items():
             self._names[f"path_{name}"] = path
         read = [f"    {name} = find(path_{name}, call)" for name in ledger.leaves]
         returned = ", ".join(f"{name!r}: {name}" for name in sorted(set(needed)))
         self.source = "\n".join(
-            ["def run(call):", *read, *(f"    {line}" for line in ledger.lines), f"    return {{{returned}}}"]
+            ["def run(call):", *read, *(f"    {line}" for line in _expecting(ledger)), f"    return {{{returned}}}"]
         )
         self.is_empty = not ledger.leaves and not ledger.lines
         self._run: Callable[[Any], dict[str, Any]] | None = None
@@ -57,6 +70,30 @@ class Program:
         self._put_back = []
 
 
+def _expecting(ledger: Ledger) -> Iterator[str]:
+    """The lines of a ledger, in which assumptions about what is drawn say what has been drawn instead."""
+    drawn = {*ledger.drawn}
+    for index, line in enumerate(ledger.lines):
+        is_drawn = not drawn.isdisjoint(re.findall(r"[A-Za-z_]\w*", line))
+        if is_drawn and line.startswith(_SAME):
+            yield f"expect_same({index}, {line.removeprefix(_SAME)[:-1]}"
+        elif is_drawn and line.startswith("assume("):
+            yield f"expect({index}, {line.removeprefix('assume(')}"
+        else:
+            drawn |= {line.partition(" = ")[0]} if is_drawn else set()
+            yield line
+
+
 def _assume(holds: Any) -> None:
     if not holds:
         raise Broken
+
+
+def _expect(index: int, holds: Any) -> None:
+    if not holds:
+        raise Broken("a draw", (index,))
+
+
+def _expect_same(index: int, value: Any, expected: Any) -> None:
+    if not same(value, expected):
+        raise Broken("a draw", (index, repr(value)))

@@ -8,7 +8,6 @@ import io
 import sys
 from contextvars import Token
 from types import (
-    CellType,
     FunctionType,
     GetSetDescriptorType,
     MappingProxyType,
@@ -23,17 +22,14 @@ import torch
 from torch import nn
 
 from wholestep.capture.record import classes, drawing, outside, standins, tensors, whole
-from wholestep.capture.record.arrays import LateArray, LateObject
 from wholestep.capture.record.classes import class_member, is_library, read_from_class, read_from_super
 from wholestep.capture.record.follow import is_followed_file
-from wholestep.capture.record.numbers import Number
-from wholestep.capture.record.places import ABSENT, CONTAINERS, PLAIN_TYPES, Place, Step, has_hidden_state, take
+from wholestep.capture.record.places import ABSENT, CONTAINERS, Place, Step, has_hidden_state, take
 
 if TYPE_CHECKING:
     from wholestep.capture.record.recorder import Recorder
 
 
-_SKIPPED: frozenset[type] = PLAIN_TYPES | {Number, torch.Size, LateArray, LateObject}
 _OF_CONTENT = frozenset(["T", "mT", "base", "ctypes", "data", "device", "flat", "imag", "real"])
 """Attributes of an array that are no methods, and not about its form."""
 
@@ -319,14 +315,3 @@ def refuse_hidden_state(recorder: Recorder, owner: Any) -> None:
             "watched",
             "Pass what it holds to the step as an argument",
         )
-
-
-def dict_of(owner: Any) -> dict[str, Any] | None:
-    """The dict that holds an object's attributes; None if it has none."""
-    if isinstance(owner, (type, CellType, MethodType)) or type(owner) in _SKIPPED:
-        return None
-    try:
-        namespace = object.__getattribute__(owner, "__dict__")
-    except (AttributeError, TypeError):
-        return None
-    return namespace if isinstance(namespace, dict) else None

@@ -41,10 +41,10 @@ from wholestep.capture.record.places import (
     ARGUMENTS,
     Expectation,
     Place,
-    Rooted,
     Step,
+    dict_of,
     expectation,
-    is_plain,
+    hashable,
     take,
 )
 from wholestep.capture.record.state import Kept, Operation, content_of
@@ -59,7 +59,14 @@ _LOOKED_AFTER = (nn.Module, Optimizer, torch.Tensor)
 class Recorder:
     """Notes of one trace. `numbers` are paths of places whose number has changed before: they get a `Number`."""
 
-    def __init__(self, numbers: Iterable[tuple[Any, ...]] = (), whole_draws: Iterable[tuple[Any, ...]] = ()) -> None:
+    def __init__(
+        self,
+        numbers: Iterable[tuple[Any, ...]] = (),
+        whole_draws: Iterable[tuple[Any, ...]] = (),
+        fixed: Iterable[tuple[Any, ...]] = (),
+        *,
+        may_leave: bool = False,
+    ) -> None:
         self.thread = threading.get_ident()
         self.ledger = Ledger()
         self.late = LateLedger(_taken=self.ledger._taken)  # pyright: ignore[reportPrivateUsage]
@@ -87,8 +94,7 @@ class Recorder:
         self.known_modules: set[int] = set()
         self._generators: dict[int, Callable[[], None]] = {}
         self.generators: list[Any] = []
-        self.needed: set[str] = set()
-        """Names of the numbers that effects and outputs need."""
+        self.needed: set[str] = set()  # names of the numbers that effects and outputs need
         self._plain_types: set[type] = set()
         self._entered: set[int] = set()
         self._given: Any = None
@@ -97,10 +103,16 @@ class Recorder:
         """Arrays that were drawn, and their names in the ledger."""
         self.drawers: dict[str, tuple[Any, ...]] = {}
         """By such a name, which function has drawn the array."""
-        self.whole_draws, self.is_drawing = frozenset(whole_draws), False
-        """Functions each call of which is one draw, and whether one of them runs."""
+        self.whole_draws = frozenset(whole_draws)
+        self.is_drawing: tuple[Any, ...] | None = None
+        """Functions each call of which is one draw, and which of them runs."""
+        self.draws = drawing.Draws(fixed, may_fix=may_leave)
         self.drawn_tensors: dict[int, tuple[Any, str, Callable[[Any], Any]]] = {}
-        """Tensors made of such arrays: the name of the array, and how they are made."""
+        """Tensors made of such arrays: the array's name, and how."""
+        self.drawn_items: dict[int, tuple[Any, str, list[Any]]] = {}
+        """What stands for something at a place that is drawn: its name, and what it holds if that could be changed."""
+        self.lent_arrays: list[Any] = []  # early arrays in whose memory there are tensors
+        self.lent_tensors: set[int] = set()
         self.arrays: list[tuple[Any, Place]] = []
         self.twins = Twins()
         self.placed = PlacedNumbers(self.ledger, self.twins.twin_of)
@@ -199,7 +211,7 @@ class Recorder:
         if above is None or is_made or self._is_managed(owner, step, key, value):
             return None
         key = self.twins.plain_key(key)
-        known = above.children.get((step, _hashable(key)))
+        known = above.children.get((step, hashable(key)))
         if known is not None:
             if known.expectation is Expectation.PRESENT and not only_presence:
                 known.expectation, known.value = expectation(value), value
@@ -207,7 +219,7 @@ class Recorder:
             return known
         expected = Expectation.PRESENT if only_presence and value is not ABSENT else expectation(value)
         place = Place(above, step, key, value, expected)
-        above.children[step, _hashable(key)] = place
+        above.children[step, hashable(key)] = place
         if expected is not Expectation.PRESENT:
             self._found(value, place)
         return place
@@ -278,7 +290,7 @@ class Recorder:
 
     def namespace_of(self, owner: Any) -> dict[str, Any] | None:
         """The dict that holds an object's attributes, as a place of its own; None if it has none."""
-        namespace, place = reads.dict_of(owner), self._places.get(id(owner))
+        namespace, place = dict_of(owner), self._places.get(id(owner))
         if namespace is not None and place is not None:
             known = self._places.get(id(namespace))
             is_elsewhere = known is not None and known.parent is not place and not isinstance(owner, _LOOKED_AFTER)
@@ -444,10 +456,10 @@ class Recorder:
             raise
         except Exception as error:
             numbers = [*numbers]
-            origins = origins_of(*numbers) & self.ledger.leaves.keys()
-            if not origins:
+            paths = self.draws.paths_of(self.ledger, origins_of(*numbers))
+            if not paths:
                 raise drawing.refused_where_fixed(numbers) from error
-            raise Unsymbolic(frozenset(self.ledger.leaves[name] for name in origins)) from error
+            raise Unsymbolic(paths) from error
 
     def argument(self, path: tuple[Any, ...], value: Any) -> Any:
         """A plain argument: a `Number` if it has changed before."""
@@ -586,7 +598,3 @@ class Recorder:
 
     def refuse(self, what: str, advice: str) -> NoReturn:
         raise CaptureError(f"the step {what}", location=source.current_location(), advice=advice)
-
-
-def _hashable(key: Any) -> Any:
-    return key if is_plain(key) else Rooted(key)

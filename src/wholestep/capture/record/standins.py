@@ -11,6 +11,7 @@ from torch import nn
 
 from wholestep import _torch
 from wholestep.capture.record.arrays import LateArray, LateObject
+from wholestep.capture.record.early_arrays import EarlyArray
 from wholestep.capture.record.numbers import Number, is_late, kind_of, kinds_of
 
 if TYPE_CHECKING:
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
 
 # Sizes, step counts and learning rates are symbols.
 _KINDS: dict[type, type] = {torch.SymInt: int, torch.SymFloat: float, torch.SymBool: bool}
+_ARRAYS = (LateArray, LateObject, EarlyArray)
 
 
 def is_number(value: Any) -> bool:
@@ -32,7 +34,7 @@ def are_numbers(values: Iterable[Any]) -> bool:
 
 def is_stand_in(value: Any) -> bool:
     """Whether a value is one of the trace's own: none may be left in a user's object."""
-    return is_number(value) or _torch.is_traced(value) or type(value) in (LateArray, LateObject)
+    return is_number(value) or _torch.is_traced(value) or type(value) in _ARRAYS
 
 
 def type_of(recorder: Recorder, value: Any) -> type:
@@ -42,7 +44,7 @@ def type_of(recorder: Recorder, value: Any) -> type:
         if len(kinds_of(value)) > 1:
             _refuse_types(recorder)
         return kind_of(value)
-    if type(value) is LateArray:
+    if type(value) in _ARRAYS:
         return np.ndarray
     if _torch.is_traced(value):
         return nn.Parameter if isinstance(value, nn.Parameter) else torch.Tensor
@@ -61,8 +63,9 @@ def is_instance(recorder: Recorder, value: Any, kinds: Any) -> bool:
 
 
 def refuse_identity(recorder: Recorder, left: Any, right: Any) -> None:
-    """Refuse `flag is True` for a value of the graph: Python has one object for each truth value and small number."""
-    if left is not right and any(map(is_late, (left, right))) and {*kinds_of(left)} & {*kinds_of(right)} & {bool, int}:
+    """Refuse `flag is True` for a value that stands for another: Python has one object for each truth value."""
+    are_others = any(is_late(one) or (type(one) is Number and kind_of(one) is bool) for one in (left, right))
+    if left is not right and are_others and {*kinds_of(left)} & {*kinds_of(right)} & {bool, int}:
         recorder.refuse(
             "asks with is for a value that is only known when the step runs",
             "Compare with ==, or use the truth value itself",

@@ -22,6 +22,7 @@ import torch
 from wholestep import _memory_torch, _torch
 from wholestep.capture.record.again import AsksBefore
 from wholestep.capture.record.arrays import LateArray, LateObject, array_of
+from wholestep.capture.record.early_arrays import EarlyArray
 from wholestep.capture.record.numbers import Number, is_late, name_of
 from wholestep.capture.record.places import ABSENT, Expectation, Place, Step, find, is_open, is_plain, slot_names, take
 from wholestep.capture.record.standins import is_stand_in
@@ -195,7 +196,8 @@ class Templates:
     `place_of` tells where an object was found; `slot_of` the binding of a traced input, `base_of` that of the
     one that a traced view looks at; `computed` makes a traced value
     one of the graph's outputs and returns its position. `drawn_tensor` gives the traced value of a tensor made of an
-    array that the step has drawn, None for others; `drawn_arrays` has those arrays by their ids, with their names.
+    array that the step has drawn, None for others; `drawn` has the names of those arrays, and of what stands at places
+    that are drawn, by their ids.
     """
 
     def __init__(
@@ -205,14 +207,14 @@ class Templates:
         base_of: Callable[[torch.Tensor], Binding | None],
         computed: Callable[[Any], int],
         drawn_tensor: Callable[[Any], torch.Tensor | None],
-        drawn_arrays: Mapping[int, tuple[Any, str]],
+        drawn: Mapping[int, str],
     ) -> None:
         self._place_of = place_of
         self._slot_of = slot_of
         self._base_of = base_of
         self._computed = computed
         self._drawn_tensor = drawn_tensor
-        self._drawn_arrays = drawn_arrays
+        self._drawn = drawn
         self._known: dict[int, Template | None] = {}
         self._alive: list[Any] = []
         self.numbers: set[str] = set()
@@ -236,12 +238,14 @@ class Templates:
             return Numeric(name_of(value))
         if isinstance(value, torch.SymBool):
             raise AsksBefore
+        if id(value) in self._drawn:
+            self.numbers.add(self._drawn[id(value)])
+            return Numeric(self._drawn[id(value)])
         if isinstance(value, (torch.Tensor, torch.SymInt, torch.SymFloat)):
             return self._tensor(value)
-        if id(value) in self._drawn_arrays:
-            _, name = self._drawn_arrays[id(value)]
-            self.numbers.add(name)
-            return Numeric(name)
+        if type(value) is EarlyArray:
+            self.numbers.add(value.name)
+            return Numeric(value.name)
         if type(value) in (LateArray, LateObject):
             return self._array(value, what)
         if is_taken_apart(value):

@@ -77,7 +77,7 @@ def read_attribute(recorder: Recorder, tensor: torch.Tensor, name: str) -> None:
     """`tensor.name`: torch's own attributes are the graph's business, others are read from the user's tensor."""
     if name in ("__dict__", "__class__") and _torch.is_traced(tensor):
         recorder.refuse(f"reads {name} of a tensor", "Use getattr(), isinstance() or type()")
-    if name in _OF_MEMORY and recorder.twins.of(tensor) is not None:
+    if name in _OF_MEMORY and (recorder.twins.of(tensor) is not None or id(tensor) in recorder.drawn_items):
         recorder.refuse(f"reads {name} of a tensor from outside", "Read it outside the step, and pass what it says")
     namespace = None if _is_torchs(tensor, name) else _namespace(recorder, tensor, name)
     if namespace is not None:
@@ -86,6 +86,8 @@ def read_attribute(recorder: Recorder, tensor: torch.Tensor, name: str) -> None:
 
 def write_attribute(recorder: Recorder, tensor: torch.Tensor, name: str) -> None:
     """`tensor.name` is going to be set or deleted."""
+    if id(tensor) in recorder.drawn_items:
+        recorder.refuse(f"sets '{name}' of a tensor that it has drawn", "Keep it in an object of its own")
     namespace = None if _is_torchs(tensor, name) else _namespace(recorder, tensor, name)
     if namespace is not None:
         recorder.wrote(namespace, name)
@@ -172,6 +174,8 @@ def _place_of(recorder: Recorder, tensor: torch.Tensor) -> Place | None:
 
 def looked_up(recorder: Recorder, owner: Any, key: Any) -> None:
     """A key is looked for in a container from outside."""
+    if id(key) in recorder.drawn_items:
+        recorder.refuse("looks for something that it has drawn", "Draw places, and compare those")
     known = recorder.twins.of(key)
     if known is None:
         return
