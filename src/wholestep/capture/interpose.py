@@ -168,6 +168,7 @@ class Interposer(TorchFunctionMode):
                     "Give it rows of a fixed number: mask its result instead",
                 )
             return _sizes_torch.call_with_fused_kernels(func, args, kwargs)
+        self.session.calling = func
         self.session.fake_mode.draws_out_of_place = func in _OUT_OF_PLACE
         try:
             return func(*args, **kwargs)
