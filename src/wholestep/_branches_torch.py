@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable
 from types import FunctionType
 from typing import Any, cast
@@ -16,11 +17,22 @@ def _assert(condition: Any, message: str) -> None:
         raise AssertionError(message)
 
 
-def _tensor_split(input: torch.Tensor, indices_or_sections: Any = None, dim: int = 0, **named: Any) -> Any:
-    """`torch.tensor_split` at places that a tensor holds, which C++ reads out of its memory."""
-    given = named.pop("tensor_indices_or_sections", named.pop("indices", named.pop("sections", indices_or_sections)))
-    places = given.tolist() if isinstance(given, torch.Tensor) else given
-    return _TENSOR_SPLIT(input, tuple(places) if isinstance(places, list) else places, dim, **named)
+SPLITS = (torch.tensor_split, torch.Tensor.tensor_split)
+
+
+def with_plain_places(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The arguments of `tensor_split`, which reads places that a tensor holds out of its memory, with plain ones."""
+
+    def plain(value: Any) -> Any:
+        if not isinstance(value, torch.Tensor) or value.dtype is not torch.int64 or value.dim() > 1:
+            return value
+        places = value.tolist()
+        return tuple(map(operator.index, places)) if value.dim() else operator.index(places)
+
+    named = {_PLACES.get(name, name): plain(value) if name != "input" else value for name, value in kwargs.items()}
+    if "indices" in named and type(named["indices"]) is int:
+        named["sections"] = named.pop("indices")
+    return (*args[:1], *map(plain, args[1:])), named
 
 
 def _opened(function: Any) -> Callable[..., Any]:
@@ -32,11 +44,9 @@ def _opened(function: Any) -> Callable[..., Any]:
     return opened
 
 
-_TENSOR_SPLIT: Any = torch.tensor_split
+_PLACES = {"tensor_indices_or_sections": "indices"}
 BRANCHES: dict[Any, Callable[..., Any]] = {
     torch._assert: _assert,
-    torch.tensor_split: _tensor_split,
-    torch.Tensor.tensor_split: _tensor_split,
     F.gaussian_nll_loss: _opened(F.gaussian_nll_loss),
 }
 

@@ -146,6 +146,10 @@ class Interposer(TorchFunctionMode):
         if func in _branches_torch.BRANCHES:
             with self:
                 return _branches_torch.BRANCHES[func](*args, **kwargs)
+        if func is torch.Tensor.tolist:  # of a tensor from outside, which is met here
+            return args[0].tolist()
+        if func in _branches_torch.SPLITS:
+            args, kwargs = _branches_torch.with_plain_places(args, kwargs)
         if func is torch.autograd.grad:
             outputs = args[0] if args else kwargs["outputs"]
             outputs = [outputs] if isinstance(outputs, torch.Tensor) else outputs
