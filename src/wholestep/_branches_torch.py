@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import importlib
 import operator
 from collections.abc import Callable
 from types import FunctionType
@@ -10,6 +12,7 @@ from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
+from torch.utils import _pytree
 
 
 def _assert(condition: Any, message: str) -> None:
@@ -26,7 +29,7 @@ def with_plain_places(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tu
     def plain(value: Any) -> Any:
         if not isinstance(value, torch.Tensor) or value.dtype is not torch.int64 or value.dim() > 1:
             return value
-        places = value.tolist()
+        places: Any = value.tolist()
         return tuple(map(operator.index, places)) if value.dim() else operator.index(places)
 
     named = {_PLACES.get(name, name): plain(value) if name != "input" else value for name, value in kwargs.items()}
@@ -62,3 +65,20 @@ def check_with(kind: type) -> tuple[Any, str, Callable[..., None]]:
             raise error("Expected cond to be True, but got False" if message is None else message())
 
     return torch, "_check_with", check
+
+
+flattened: Callable[[Any], tuple[list[Any], Any]] = _pytree.tree_flatten
+unflattened: Callable[[list[Any], Any], Any] = _pytree.tree_unflatten
+seen_by_nobody: Callable[[], Any] = torch._C.DisableTorchFunction
+"""Functions of torch that are called inside pass no mode."""
+seen_again: Callable[[], Any] = torch._C._EnableTorchFunction
+_LOOPS = ("while_loop", "scan", "associative_scan", "map")
+
+
+def loops() -> list[Any]:
+    """The functions of torch that run what they are given as the body of a loop."""
+    found: list[Any] = []
+    for name in _LOOPS:
+        with contextlib.suppress(ImportError, AttributeError):
+            found.append(getattr(importlib.import_module(f"torch._higher_order_ops.{name}"), name))
+    return found

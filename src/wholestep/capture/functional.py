@@ -85,7 +85,7 @@ class Functional(_torch.FunctionalTensorMode):
         return self._functionalised(func, types, args, kwargs)
 
     def _equal(self, types: Any, args: tuple[Any, ...]) -> bool | None:
-        """Whether two numbers are the same, where an operator of torch asks, to check what it is given (`torch.cov`)."""
+        """Whether two numbers are the same, where an operator of torch asks, to check its arguments (`torch.cov`)."""
         if any(tensor.dim() for tensor in args) or self._session.calling in _ASKED_BY_STEP:
             return None
         same = self._functionalised(torch.ops.aten.eq.Tensor, types, args, {})

@@ -26,7 +26,7 @@ from torch.overrides import TorchFunctionMode
 
 from wholestep import _autograd_torch, _branches_torch, _recording_torch, _sizes_torch, _torch
 from wholestep._threads import only_where
-from wholestep.capture import fused, indexing, remedies, source
+from wholestep.capture import conditionals, fused, indexing, remedies, source
 from wholestep.capture.record import LateArray, Number
 from wholestep.capture.session import Reassigned, Session
 from wholestep.capture.trail import listening
@@ -377,6 +377,7 @@ def interposed(session: Session, module_names: dict[int, str]) -> Generator[None
                 tell = session.recorder.told
                 for handle in _recording_torch.carry_hooks(lifted.real, lifted.twin, lambda: Interposer(session), tell):
                     stack.callback(handle.remove)
+        conditionals.follow(session, lambda: Interposer(session))
         stack.enter_context(Interposer(session))
         yield
 
