@@ -26,7 +26,7 @@ from torch.overrides import TorchFunctionMode
 
 from wholestep import _autograd_torch, _branches_torch, _recording_torch, _sizes_torch, _torch
 from wholestep._threads import only_where
-from wholestep.capture import conditionals, fused, indexing, remedies, source
+from wholestep.capture import conditionals, fused, indexing, own_draws, remedies, source
 from wholestep.capture.record import LateArray, Number
 from wholestep.capture.session import Reassigned, Session
 from wholestep.capture.trail import listening
@@ -102,7 +102,9 @@ class Interposer(TorchFunctionMode):
                 location=source.current_location(),
                 advice=remedies.for_values(),
             )
-        _refuse_generators(args, kwargs)
+        generator = own_draws.of_call(args, kwargs)
+        if generator is not None:
+            return own_draws.drawn(session, generator, func, args, kwargs or {})
         numbers = [*_numbers_in((*args, *(kwargs or {}).values()))]
         args = self._with_twins(args)
         kwargs = cast(dict[str, Any], self._with_twins(kwargs or {}))
@@ -271,15 +273,6 @@ def _tolist(session: Session) -> Callable[[torch.Tensor], Any]:
         return [tolist(item) for item in tensor.unbind()]
 
     return tolist
-
-
-def _refuse_generators(args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> None:
-    if any(isinstance(value, torch.Generator) for value in (*args, *(kwargs or {}).values())):
-        raise CaptureError(
-            "the step draws from a torch.Generator of its own",
-            location=source.current_location(),
-            advice="Draw from the global generator (torch.manual_seed), or outside the step",
-        )
 
 
 def _assign_data(session: Session, tensor: torch.Tensor, value: torch.Tensor) -> None:
