@@ -391,12 +391,3 @@ def _names_in(code: CodeType) -> Iterator[str]:
     for constant in code.co_consts:
         if isinstance(constant, CodeType):
             yield from _names_in(constant)
-
-
-def module_names(found: Reachable) -> dict[int, str]:
-    """By id of a module: the path to it, from the first root that has it."""
-    names: dict[int, str] = {}
-    for name, module in found.modules.items():
-        for path, submodule in module.named_modules():
-            names.setdefault(id(submodule), (found.prefix_of(name) + path).rstrip("."))
-    return names

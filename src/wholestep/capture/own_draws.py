@@ -41,8 +41,8 @@ def drawn(
         raise CaptureError(
             "the step draws from a torch.Generator of its own",
             location=source.current_location(),
-            advice="Draw with torch.rand, randn, randint or randperm from a generator that was made before the step, or "
-            "from the global generator (without generator=)",
+            advice="Draw with torch.rand, randn, randint or randperm from a generator that was made before the step, "
+            "or from the global generator (without generator=)",
         )
     draw = functools.partial(func, *map(_plain, args), **{name: _plain(value) for name, value in kwargs.items()})
     recorder.keep_generator(generator)

@@ -169,3 +169,29 @@ def test_state_that_the_step_returns_is_a_plain_dict() -> None:
     for _ in range(3):
         returned = twins.step(*BATCH)
         assert {*map(type, returned[1:])} == {dict}
+
+
+def test_a_first_call_that_raises_inside_the_graph_leaves_no_state() -> None:
+    """Eager makes state in `optimizer.step()`, which it does not reach then."""
+
+    def step(model: Any, optimizer: Any, features: torch.Tensor, row: torch.Tensor) -> torch.Tensor:
+        optimizer.zero_grad()
+        loss = model(features)[row].sum()
+        loss.backward()
+        optimizer.step()
+        return loss
+
+    features, _ = BATCH
+    twins = Twins(small_world(make_optimizer=adam), step)
+    for run, world in zip((twins.eager, twins.compiled), twins.worlds, strict=True):
+        for _ in range(2):
+            with pytest.raises(IndexError):
+                run(world.model, world.optimizer, features, torch.tensor([6]))
+            assert not world.optimizer.state
+    twins.steps(3, features, torch.tensor([5]))
+    for run, world in zip((twins.eager, twins.compiled), twins.worlds, strict=True):
+        with pytest.raises(IndexError):
+            run(world.model, world.optimizer, features, torch.tensor([6]))
+        assert len(world.optimizer.state) == 4
+    twins.steps(2, features, torch.tensor([5]))
+    assert twins.num_captures == 1
