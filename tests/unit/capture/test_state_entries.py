@@ -171,6 +171,25 @@ def test_state_that_the_step_returns_is_a_plain_dict() -> None:
         assert {*map(type, returned[1:])} == {dict}
 
 
+class Noted(Averaged):
+    """The same, with a word in its state that decides what it does."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
+        for p in self.param_groups[0]["params"]:
+            kind = self.state[p].setdefault("kind", "plain" if p.dim() > 1 else "sign")
+            p.sub_(p.grad.sign() if kind == "sign" else p.grad, alpha=self.param_groups[0]["lr"])
+
+
+def test_words_in_state_are_expected_in_a_plain_dict() -> None:
+    twins = Twins(small_world(make_optimizer=Noted), mse_step)
+    twins.steps(4, *BATCH)
+    assert twins.num_captures == 2, twins.reasons
+    twins.change(lambda world: [state.update(kind="plain") for state in world.optimizer.state.values()])
+    twins.steps(2, *BATCH)
+    assert twins.num_captures == 3
+
+
 def test_a_first_call_that_raises_inside_the_graph_leaves_no_state() -> None:
     """Eager makes state in `optimizer.step()`, which it does not reach then."""
 
