@@ -31,6 +31,7 @@ from wholestep.capture import (
     blank,
     build,
     discover,
+    entries,
     failures,
     options,
     refusals,
@@ -48,7 +49,7 @@ from wholestep.capture.interpose import interposed, others_waiting
 from wholestep.capture.layouts import new_fake_mode
 from wholestep.capture.leftovers import HandedOut, garbage_collection_paused
 from wholestep.capture.looks import Looks
-from wholestep.capture.optimizer_state import State, state_before
+from wholestep.capture.optimizer_state import State, fresh_state, state_before
 from wholestep.capture.questions import Answers, Asked, Questions
 from wholestep.capture.record import (
     AsksBefore,
@@ -94,10 +95,11 @@ class Capture:
     that may leave the graph; `initial_state` is optimizer state the first run starts from; `flags_left` are the values
     of `requires_grad` that the step leaves changed, and where; `stepped` are the optimizers whose `step()` the graph
     contains; `state` is what it leaves in their state besides tensors and numbers, `empty_states` for which parameters
-    it asks for state and leaves it empty; `written` the ids of the slots
-    it writes to; `trail` says which ops each call of a module made and where `pipe_split()` stood; `asked` are values
-    that the step has looked at; `recording` is the Python around the graph, which is checked and done again at each
-    call. One that `is_blank` has tensors without memory among its slots (`no_weights`) and cannot run.
+    it asks for state and leaves it empty; `state_keys` what it asks about the keys of state, for each optimizer by ids
+    of parameters; `written` the ids of the slots it writes to; `trail` says which ops each call of a module made and
+    where `pipe_split()` stood; `asked` are values that the step has looked at; `recording` is the Python around the
+    graph, which is checked and done again at each call. One that `is_blank` has tensors without memory among its slots
+    (`no_weights`) and cannot run.
     """
 
     graph: StepGraph
@@ -105,6 +107,7 @@ class Capture:
     outputs: Template
     state: tuple[tuple[binding.StateOf, Template], ...]
     empty_states: tuple[tuple[Optimizer, torch.Tensor], ...]
+    state_keys: tuple[dict[int, entries.KeysAsked], ...]
     recording: Recording
     bindings: dict[str, binding.Binding]
     any_incoming_grad: tuple[torch.Tensor, ...]
@@ -170,6 +173,7 @@ class _Call:
             has_symbolic_sizes=bool(self.dynamic_dims) or self.pretends is not None,
             zero_gradients=self.zero_gradients,
             optimizers={id(optimizer) for optimizer in self.found.optimizers.values()},
+            wrappers={id(wrapper) for wrappers in self.found.wrappers.values() for wrapper in wrappers},
             looked_in=discover.looked_in(self.function, self.args, self.kwargs, self.found),
             questions=Questions(
                 is_answering=self.answers and not is_imagined, of_state=self.asks_before and not is_imagined
@@ -179,8 +183,7 @@ class _Call:
         given = (self.numbers, self.whole_draws, self.fixed)
         self.recorder = self.session.recorder = Recorder(*given, may_leave=self.answers)
         self.recorder.whole_calls = replace(self.whole_calls, current=self.session.current)
-        if not self.settles_texts:
-            self.recorder.ledger.text_later = self.recorder.late.text
+        self.recorder.ledger.text_later = None if self.settles_texts else self.recorder.late.text
         self.session.looks = Looks(self.session, may_leave=self.answers and not is_imagined)
         self.sizes = Sizes(self.session, may_leave=self.answers) if self.pretends is not None else None
 
@@ -262,11 +265,12 @@ def _capture(call: _Call) -> Capture:
         outputs=result.outputs,
         state=tuple(result.state),
         empty_states=tuple(call.session.empty_states),
+        state_keys=result.state_keys,
         recording=_recording(call, result, graph),
         bindings=call.bindings,
         any_incoming_grad=indifferent,
         cleared_late=tuple(p for p in indifferent if id(p) in call.session.looks.gradients_before),
-        initial_state=_state_to_install(call),
+        initial_state=fresh_state(call.found.optimizers, call.states, call.session, graph),
         flags_left=call.flags_left,
         stepped=tuple(call.session.stepped),
         written=frozenset(graph.updates),
@@ -313,9 +317,14 @@ def _trace(call: _Call) -> tuple[_Call, fx.GraphModule, Collected]:
 
 def _trace_until_complete(call: _Call) -> tuple[_Call, fx.GraphModule, Collected]:
     """Trace again as long as a trace meets models or functions that nobody knew of, or numbers that must be fixed."""
+    counts = dict.fromkeys(call.numbers)
     while True:
         try:
-            return _trace(call)
+            traced = _trace(call)
+            if counts.keys() >= {*traced[2].effects.counts}:
+                return traced
+            counts |= dict.fromkeys(traced[2].effects.counts)
+            call = call.again(numbers=tuple(counts))
         except Missed as missed:
             call = call.again(found=discover.with_missed(call.found, missed.owner))
         except DrawsWhole as error:
@@ -424,7 +433,7 @@ def _traced_run(call: _Call, collected: list[Collected]) -> list[Any]:
         with interposed(session, names), listening(call.recorder):
             function = choose(call.recorder, call.function, args, kwargs)
             session.note_rates(call.found.optimizers.values())
-            with switches.left_alone():
+            with switches.left_alone(), entries.noting():
                 returned = function(*args, **kwargs)
             call.recorder.caught.require_none()
             session.annotate()
@@ -587,14 +596,3 @@ def _accumulating(call: _Call, indifferent: tuple[torch.Tensor, ...]) -> frozens
     known = {id(parameter) for parameter in indifferent}
     parameters = [p for p in call.session.parameters if p.real.requires_grad or p.real.grad is not None]
     return frozenset(p.slot.name for p in parameters if id(p.real) not in known)
-
-
-def _state_to_install(call: _Call) -> list[tuple[Optimizer, torch.Tensor, dict[str, Any]]]:
-    """Fresh optimizer state of the parameters that the step really updates."""
-    session = call.session
-    return [
-        (optimizer, parameter, entries)
-        for name, optimizer in call.found.optimizers.items()
-        for parameter, entries in call.states[name].items()
-        if parameter not in optimizer.state and (id(optimizer), id(session.twins[id(parameter)])) in session.touched
-    ]

@@ -13,6 +13,7 @@ from wholestep import _torch
 from wholestep._memory_torch import form_of
 from wholestep.capture import binding, source
 from wholestep.capture.discover import Reachable
+from wholestep.capture.entries import KeysAsked, keys_asked
 from wholestep.capture.record import Raises, Recorder
 from wholestep.capture.record.effects import Effects, find_effects
 from wholestep.capture.record.late import Late
@@ -46,6 +47,8 @@ class Collected:
     """Numbers that are made of the graph's results."""
     state: list[tuple[binding.StateOf, Template]] = field(default_factory=list[tuple[binding.StateOf, Template]])
     """What the step leaves in the state of optimizers besides tensors and numbers of the graph."""
+    state_keys: tuple[dict[int, KeysAsked], ...] = ()
+    """What it has asked about the keys of state, for each optimizer by ids of parameters."""
 
     def add(self, value: Any) -> int:
         self.values.append(_torch.from_functional(value) if isinstance(value, _torch.FunctionalTensor) else value)
@@ -66,6 +69,8 @@ def collect(session: Session, found: Reachable, bindings: dict[str, binding.Bind
                 )
             result.updates[lifted.slot.id] = result.add(lifted.twin)
     _collect_gradients(session, result)
+    reals = {id(lifted.twin): lifted.real for lifted in session.parameters}
+    result.state_keys = tuple(keys_asked(optimizer.state, reals) for optimizer in found.optimizers.values())
     _refuse_shared_memory(session, found)
     session.recorder.refuse_shared_arguments()
     return result

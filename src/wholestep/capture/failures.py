@@ -35,6 +35,7 @@ _SYMBOL = re.compile(
 )
 """Words that only those know who trace."""
 _TORCHS_LOG = logging.getLogger(_torch.FAKE_TENSOR_LOG)
+_OF_VERSIONS = "has been modified by an inplace operation"
 _OF_AUTOGRAD = ("backward", "grad")
 _ON_BRANCHES = "Use torch.where / torch.clamp instead of Python branches on tensor values"
 _ON_OPTIMIZERS = (
@@ -91,6 +92,7 @@ def of_step(error: Exception, function: Function, looks: Looks, *, divides: bool
     if divides and isinstance(error, ZeroDivisionError):
         return OnlyInEager("the step divides by a size, which is 0", location=source.raising_line(error, function))
     is_eagers = bool(looks.requirements) or not _is_of_torch(error) or _raises_for_zeros(error)
+    is_eagers |= _OF_VERSIONS in str(error)
     if not is_eagers and _is_of_machinery(error):
         return _of_machinery(error, function)
     return (Raises if is_eagers else CaptureError)(

@@ -18,6 +18,7 @@ from wholestep.graph import Phase, ops
 _MOVING = frozenset({"copy_", "fill_", "zero_", "masked_fill_", "index_fill_", "index_copy_", "scatter_", "index_put_"})
 
 
+_ASKED_BY_STEP = (torch.equal, torch.Tensor.equal)
 # Their schemas say that results have memory of their own, their kernels return views.
 _SHARING: dict[Any, Any] = {
     torch.ops.aten.unsafe_split.Tensor: torch.ops.aten.split.Tensor,
@@ -62,6 +63,11 @@ class Functional(_torch.FunctionalTensorMode):
         func = _SHARING.get(func, func)
         if is_asking(func) and not _torch.is_constant(args[0]) and self._session.can_answer(*args):
             return self._session.answer(func, args)
+        if func is torch.ops.aten.equal.default and (same := self._equal(types, args)) is not None:
+            return same
+        if func is torch.ops.aten.polygamma_.default:  # its function takes its arguments in another order
+            computed = self._functionalised(torch.ops.aten.polygamma.default, types, (args[1], args[0]), {})
+            return self._functionalised(torch.ops.aten.copy_.default, types, (args[0], computed), {})
         if func is torch.ops.aten._local_scalar_dense.default:  # as an index, which C++ asks for
             position = self._session.looks.position(args[0])
             if position is not None:
@@ -79,6 +85,13 @@ class Functional(_torch.FunctionalTensorMode):
             if self._last_node() is not last:
                 raise
         return self._functionalised(func, types, args, kwargs)
+
+    def _equal(self, types: Any, args: tuple[Any, ...]) -> bool | None:
+        """Whether two numbers are the same, where an operator of torch asks, to check its arguments (`torch.cov`)."""
+        if any(tensor.dim() for tensor in args) or self._session.calling in _ASKED_BY_STEP:
+            return None
+        same = self._functionalised(torch.ops.aten.eq.Tensor, types, args, {})
+        return self._session.looks.expected(same)
 
     def _last_node(self) -> fx.Node | None:
         return next(iter(reversed(self._session.tracer.graph.nodes)), None)

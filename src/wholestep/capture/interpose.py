@@ -27,7 +27,7 @@ from torch.overrides import TorchFunctionMode
 
 from wholestep import _autograd_torch, _branches_torch, _recording_torch, _sizes_torch, _torch
 from wholestep._threads import only_where
-from wholestep.capture import fused, indexing, remedies, source
+from wholestep.capture import conditionals, fused, indexing, own_draws, remedies, source
 from wholestep.capture.record import EarlyArray, LateArray, Number, drawing, sequences
 from wholestep.capture.session import Reassigned, Session
 from wholestep.capture.trail import listening
@@ -107,7 +107,9 @@ class Interposer(TorchFunctionMode):
                 location=source.current_location(),
                 advice=remedies.for_values(),
             )
-        _refuse_generators(args, kwargs)
+        generator = own_draws.of_call(args, kwargs)
+        if generator is not None:
+            return own_draws.drawn(session, generator, func, args, kwargs or {})
         if func in indexing.BY_PLACES:
             args = indexing.with_drawn_places(session.recorder, args)
         numbers = [*_numbers_in((*args, *(kwargs or {}).values()))]
@@ -153,6 +155,10 @@ class Interposer(TorchFunctionMode):
         if func in _branches_torch.BRANCHES:
             with self:
                 return _branches_torch.BRANCHES[func](*args, **kwargs)
+        if func is torch.Tensor.tolist:  # of a tensor from outside, which is met here
+            return args[0].tolist()
+        if func in _branches_torch.SPLITS:
+            args, kwargs = _branches_torch.with_plain_places(args, kwargs)
         if func is torch.autograd.grad:
             outputs = args[0] if args else kwargs["outputs"]
             outputs = [outputs] if isinstance(outputs, torch.Tensor) else outputs
@@ -175,6 +181,7 @@ class Interposer(TorchFunctionMode):
                     "Give it rows of a fixed number: mask its result instead",
                 )
             return _sizes_torch.call_with_fused_kernels(func, args, kwargs)
+        self.session.calling = func
         self.session.fake_mode.draws_out_of_place = func in _OUT_OF_PLACE
         try:
             return func(*args, **kwargs)
@@ -277,15 +284,6 @@ def _tolist(session: Session) -> Callable[[torch.Tensor], Any]:
     return tolist
 
 
-def _refuse_generators(args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> None:
-    if any(isinstance(value, torch.Generator) for value in (*args, *(kwargs or {}).values())):
-        raise CaptureError(
-            "the step draws from a torch.Generator of its own",
-            location=source.current_location(),
-            advice="Draw from the global generator (torch.manual_seed), or outside the step",
-        )
-
-
 def _assign_data(session: Session, tensor: torch.Tensor, value: torch.Tensor) -> None:
     """`tensor.data = value`: from here on, whatever is written to one of them is seen in the other."""
     if _form(tensor) != _form(value):
@@ -382,6 +380,7 @@ def interposed(session: Session, module_names: dict[int, str]) -> Generator[None
                 for handle in _recording_torch.carry_hooks(lifted.real, lifted.twin, lambda: Interposer(session), tell):
                     stack.callback(handle.remove)
         stack.enter_context(_replaced(session, torch.Tensor, "__hash__", _hash(session)))
+        conditionals.follow(session, lambda: Interposer(session))
         stack.enter_context(Interposer(session))
         yield
 

@@ -101,7 +101,7 @@ class TrueLayouts(_torch.FakeTensorMode):
         """
         inputs = list(tensors_in((args, kwargs)))
         if (
-            type(error) not in (RuntimeError, ZeroDivisionError)
+            not (type(error) in (RuntimeError, ZeroDivisionError) or _knows_sizes(func, args, kwargs))
             or not chooses_layout(func)
             or any(map(_may_be_note, inputs))
             or (self._is_trying and any(map(_is_empty, inputs)))
@@ -188,6 +188,16 @@ class TrueLayouts(_torch.FakeTensorMode):
             inverse = [order.index(dim) for dim in range(len(order))]
             lying = torch.empty([fake.shape[dim] for dim in order], dtype=fake.dtype, device=fake.device)
             return lying.permute(inverse)
+
+
+def _knows_sizes(func: Any, args: Any, kwargs: Any) -> bool:
+    """Whether sizes follow from those of the inputs though torch says that values decide them: residuals of `lstsq`
+    are computed by none but the drivers that find out the rank by themselves.
+    """
+    if func is not torch.ops.aten.linalg_lstsq.default:
+        return False
+    driver = kwargs.get("driver", args[3] if len(args) > 3 else None)
+    return driver in (None, "gels", "gelsy")
 
 
 def memory_order(strides: Iterable[Any]) -> tuple[int, ...]:

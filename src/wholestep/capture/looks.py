@@ -150,6 +150,15 @@ class Looks:
             with _recording_torch.untraced():
                 session = self._session
                 return session.questions.answer(session.tracer, _ITEM, (node,), session.reals())
+        return self._steady(node)
+
+    def expected(self, tensor: Any) -> bool | None:
+        """A truth value that an operator of torch asks for, to check something: the same is expected at each call."""
+        if not self._may_leave or not self._is_open(tensor) or any(map(blank.is_blank, self._session.reals().values())):
+            return None
+        return self._steady(self._session.node_of(tensor))
+
+    def _steady(self, node: fx.Node) -> Any:
         if node not in self._positions:
             value = self._positions[node] = self.preview.read(node, lambda value: value.item())
 

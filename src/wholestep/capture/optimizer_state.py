@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.optim import SGD, Optimizer
@@ -19,6 +19,10 @@ from wholestep import _torch
 from wholestep.capture import source
 from wholestep.capture.blank import is_blank
 from wholestep.errors import CaptureError
+from wholestep.graph import StepGraph
+
+if TYPE_CHECKING:
+    from wholestep.capture.session import Session
 
 State = dict[torch.Tensor, dict[str, Any]]
 
@@ -52,6 +56,29 @@ def state_before(optimizers: Mapping[str, Optimizer]) -> tuple[dict[str, State],
         if made and _makes_of_rates(optimizer):
             made_of_rates.add(id(optimizer))
     return states, made_of_rates
+
+
+def fresh_state(
+    optimizers: Mapping[str, Optimizer], states: Mapping[str, State], session: Session, graph: StepGraph
+) -> list[tuple[Optimizer, torch.Tensor, dict[str, Any]]]:
+    """The state made beforehand of the parameters that the step really updates."""
+    made = [
+        (optimizer, parameter, entries)
+        for name, optimizer in optimizers.items()
+        for parameter, entries in states[name].items()
+        if parameter not in optimizer.state
+    ]
+    kept = [one for one in made if (id(one[0]), id(session.twins[id(one[1])])) in session.touched]
+    installed = {id(value) for _, _, entries in kept for value in entries.values()}
+    for optimizer, _, entries in made:
+        unmade = {id(value) for value in entries.values()} - installed
+        used = [one.slot.id for one in session.lifted.values() if id(one.real) in unmade]
+        if any(slot_id in graph.placeholders() for slot_id in used):
+            raise CaptureError(
+                f"the step updates with the state of {type(optimizer).__name__}, but not by its step()",
+                advice="Let what wraps it call step() of the optimizer inside, or give it a state of its own",
+            )
+    return kept
 
 
 def _makes_of_rates(optimizer: Optimizer) -> bool:

@@ -80,6 +80,8 @@ class Session:
     """The numbers of the call that is running, by name; filled before the graph runs."""
     current: Current = field(default_factory=Current)
     tracer: Any = None
+    calling: Any = None
+    """The function of torch that the step has called last."""
     thread: int = field(default_factory=threading.get_ident)
     """The thread that traces: all of a step runs in it, backwards too."""
     over: threading.Event = field(default_factory=threading.Event)
@@ -105,6 +107,8 @@ class Session:
     """Optimizers, and parameters that they have asked for the state of and left it empty (it is a defaultdict)."""
     optimizers: set[int] = field(default_factory=set)
     """Ids of the optimizers whose state has been lifted."""
+    wrappers: set[int] = field(default_factory=set)
+    """Ids of those that merely stand for one of them."""
     defaults: tuple[Any, ...] = field(default_factory=defaults)
     """Dtype and device of tensors that are made without naming one, where the step begins."""
     looked_in: str = ""
@@ -353,6 +357,8 @@ class Session:
         """Note which parameters `optimizer.step()` will update; refuses an optimizer that would update none."""
         members = [p for group in optimizer.param_groups for p in group["params"]]
         if id(optimizer) not in self.optimizers:
+            if id(optimizer) in self.wrappers:
+                return  # the one inside says so itself, if it steps
             if members and not any(map(_torch.is_traced, members)):
                 raise Missed(optimizer)
             if self._are_own(members):

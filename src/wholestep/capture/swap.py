@@ -12,6 +12,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from wholestep import _torch
+from wholestep.capture.entries import Entries
 from wholestep.capture.optimizer_state import State
 
 
@@ -60,7 +61,7 @@ def lent_optimizer(
     kept_groups, kept_state = [dict(group) for group in optimizer.param_groups], optimizer.state
     groups, kept_order = optimizer.param_groups, [*optimizer.param_groups]
     kept_attributes = dict(vars(optimizer))
-    traced_state: defaultdict[Any, dict[str, Any]] = defaultdict(dict)
+    traced_state: defaultdict[Any, Entries] = defaultdict(Entries)
     own: list[tuple[dict[str, Any], dict[str, Any]]] = []
     kept_wrappers = [(vars(wrapper), dict(vars(wrapper))) for wrapper in wrappers]
     try:
@@ -68,7 +69,7 @@ def lent_optimizer(
             parameters: list[torch.Tensor] = lent_groups.get(id(group)) or group["params"]
             for p in parameters:
                 if p in state:
-                    traced_state[twin_of(p)] = {key: lift_state(p, key, value) for key, value in state[p].items()}
+                    traced_state[twin_of(p)] = Entries({k: lift_state(p, k, value) for k, value in state[p].items()})
             if id(group) in lent_groups:
                 continue
             lent_groups[id(group)] = parameters

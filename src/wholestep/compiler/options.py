@@ -104,6 +104,11 @@ class StepOptions:
     is_debugging: bool = False
     dry_run: Hardware | None = None
 
+    @property
+    def may_run_in_eager(self) -> bool:
+        """Whether single calls may run as they are: on one rank, and where no budget has been promised."""
+        return self.data_parallel is None and self.memory_budget is None and self.dry_run is None
+
     def __post_init__(self) -> None:
         for is_right, name, what in (
             (_is_chunking(self.chunk_loss), "chunk_loss", "a number of chunks, 2 or more, or 'auto'"),

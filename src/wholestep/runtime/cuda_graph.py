@@ -51,7 +51,7 @@ def _obstacle(node: fx.Node, device: torch.device) -> str:
     value = node.meta.get("val")
     if node.op == "placeholder" and isinstance(value, torch.SymFloat) and not _is_rate(node):
         return "is a number that changes from step to step, and not only fused optimizers read it"
-    if node.target is REQUIRE:
+    if node.target is REQUIRE or getattr(node.target, "reads_values", False):
         return "looks at values of the device"
     if _sizes_torch.depends_on_values(value):
         return "has a size that depends on values"

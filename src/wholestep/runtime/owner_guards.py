@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
 from types import MappingProxyType
 from typing import Any
 
@@ -18,6 +19,7 @@ from torch.optim import Optimizer
 from wholestep import _recording_torch, _torch
 from wholestep.capture import Capture
 from wholestep.capture.binding import Argument, DrawnTensor, GradOfArgument, LearningRate, NumberOf, StateOf
+from wholestep.capture.entries import KeysAsked
 from wholestep.capture.overlap import Span, first_overlap, span
 from wholestep.capture.record import Contents, Difference, Recording, Watch
 from wholestep.capture.record.numbers import is_real
@@ -351,10 +353,14 @@ class _State:
             for entries in self._entries
         ]
 
-    def values(self) -> list[Any]:
-        """All that is kept, in order."""
-        states = [state for entries in self._entries for state in entries.values() if isinstance(state, dict)]
-        return [value for state in states for value in state.values()]
+    def values(self, known: list[dict[int, KeysAsked]]) -> list[Any]:
+        """What stands under the keys that were there before the step, in order."""
+        return [
+            entries[key][name]
+            for entries, asked in zip(self._entries, known, strict=True)
+            for key, one in asked.items()
+            for name in one.before
+        ]
 
     def read(self, where: StateOf) -> Any:
         index = next(index for index, one in enumerate(self._optimizers) if one is where.optimizer)
@@ -368,7 +374,7 @@ def _rebindable_guard(capture: Capture, watch: Watch, when_rebound: Callable[[],
     modules = {module: None for root in capture.found.modules.values() for module in root.modules()}
     names = [*capture.found.optimizers]
     state = _State(capture.found.optimizers.values(), watch)
-    state_keys = state.keys()
+    state_keys = _keys_asked(capture, state)
     buffers = Contents([_torch.own_buffers(module) for module in modules], watch)
     buffer_names = [_tensors_in(own) for own in buffers.dicts()]
 
@@ -377,7 +383,7 @@ def _rebindable_guard(capture: Capture, watch: Watch, when_rebound: Callable[[],
 
     def which_are_one() -> list[int]:
         """Of all buffers and entries of state, as one tensor is one slot."""
-        return first_places([value for own in buffers.dicts() for value in own.values()] + state.values())
+        return first_places([value for own in buffers.dicts() for value in own.values()] + state.values(state_keys))
 
     values, ones = read(), which_are_one()
     kinds = [isinstance(value, torch.Tensor) or type(value) for value in values]
@@ -391,7 +397,7 @@ def _rebindable_guard(capture: Capture, watch: Watch, when_rebound: Callable[[],
         state.look()
         buffers.look()
         for name, old, new in zip(names, state_keys, state.keys(), strict=True):
-            if old != new:
+            if old.keys() != new.keys() or not all(asked.allow(new[key]) for key, asked in old.items()):
                 return f"the state of {name} has other entries than before"
         if [_tensors_in(own) for own in buffers.dicts()] != buffer_names:
             return "a buffer was added to or removed from a module"
@@ -421,6 +427,14 @@ def _rebindable_guard(capture: Capture, watch: Watch, when_rebound: Callable[[],
         return buffer_types.difference()
 
     return check
+
+
+def _keys_asked(capture: Capture, state: _State) -> list[dict[int, KeysAsked]]:
+    """By optimizer and id of a parameter: the keys of its state now, and what the step asks about them."""
+    return [
+        {key: replace(asked.get(key, KeysAsked(())), before=names) for key, names in keys.items()}
+        for asked, keys in zip(capture.state_keys, state.keys(), strict=True)
+    ]
 
 
 def _tensors_in(own: dict[str, Any]) -> list[str]:

@@ -37,6 +37,7 @@ from wholestep.runtime.data_parallel import Replicas
 from wholestep.runtime.dynamic import choose_dynamic_dims, fewer_dims, what_is_fixed
 from wholestep.runtime.guards import Call
 from wholestep.runtime.heap import keep_freed_memory
+from wholestep.runtime.made_once import refuse_state_made_once
 from wholestep.runtime.measured import Measured, run_measured
 from wholestep.runtime.pending import flush_all, flush_others
 from wholestep.runtime.rotation import Rotation
@@ -68,10 +69,10 @@ class StepRunner:
         self._num_attempts = 0
         self._numbers: dict[tuple[Any, ...], None] = {}
         """Paths of Python numbers that have changed from one call to another, in the order in which they did."""
-        self._num_outcomes = 0
+        self._num_outcomes = self._num_made = 0
         self._is_refused = False
         """Whether it runs as it is from now on, but for calls that a graph is known of."""
-        self._has_gone_well = False
+        self._has_gone_well = self._is_in_doubt = False
         """Whether eager has run a call that raised where it was traced: the next one like that is refused."""
         self.num_eager_calls = 0
         """How many calls have run in eager, as no graph was made for the way that they took."""
@@ -98,7 +99,7 @@ class StepRunner:
             if chosen is None:
                 self._num_calls += 1
                 result = self._run_in_eager(call)
-                self._has_gone_well = True
+                self._has_gone_well |= self._is_in_doubt
                 return result
             if self._replicas is not None:
                 self._replicas.begin_call(chosen.part, chosen.capture, self._num_attempts, call.leaves)
@@ -175,6 +176,7 @@ class StepRunner:
                 not self._has_gone_well and self.options.data_parallel is None
             )
             if isinstance(error, Raises) and is_certain and self.options.memory_budget is None:
+                self._is_in_doubt = not isinstance(error, OnlyInEager)
                 return None
             if self.options.on_refusal == "raise":
                 raise
@@ -443,6 +445,10 @@ class StepRunner:
                 refusal, self._dynamic = refusal or error, fewer_dims(self._dynamic, dims)
         if refusal is not None:
             logger.warning("%s cannot have %s: %s", self._name, what_is_fixed(self._dynamic), refusal)
+        if self._specializations and self.options.may_run_in_eager and self._num_made < MAX_OUTCOMES:
+            self._num_made += 1
+            refuse_state_made_once(captured)
+            self._num_made -= 1
         return captured
 
     def _remember(self, fresh: Specialization) -> None:

@@ -52,6 +52,8 @@ class Specialization:
         self.outcomes_seen: set[Outcome] = set()
         """Where draws have led that are none of this graph."""
         self.leaf_types = {i: tensor_type(leaf) for i, leaf in enumerate(call.leaves) if isinstance(leaf, torch.Tensor)}
+        self._is_apart = False
+        """Whether the state that was made beforehand was taken out again, as the first run has raised."""
         self._install_initial_state()
         self._watch = Watch()
         self._guards: list[Check] = make_guards(capture, call, self._watch, rotation.pending.settle_if_replaced)
@@ -68,6 +70,16 @@ class Specialization:
 
         The numbers of the call are computed then, and whatever the step draws from Python has been drawn.
         """
+        if not self._is_apart:
+            return self._checked(call)
+        self._install_initial_state()
+        difference = self._checked(call)
+        self._is_apart = difference is not None
+        if self._is_apart:
+            self.remove_initial_state()
+        return difference
+
+    def _checked(self, call: Call) -> Difference | None:
         difference = self.check_without_values(call)
         if difference is not None:
             return difference
@@ -136,6 +148,11 @@ class Specialization:
                 put()
             self._leave()
             raise
+        except BaseException:
+            if self.num_runs == 0 and self._versions_of_state() == self._fresh:  # eager had made none by then
+                self.remove_initial_state()
+                self._is_apart = True
+            raise
         for optimizer in self.capture.stepped:
             _torch.mark_stepped(optimizer)
         self.num_runs += 1
@@ -190,6 +207,12 @@ class Specialization:
     def _install_initial_state(self) -> None:
         for optimizer, parameter, entries in self.capture.initial_state:
             optimizer.state[parameter] = entries
+        self._fresh = self._versions_of_state()
+
+    def _versions_of_state(self) -> list[int]:
+        """How often each tensor of the state that was made beforehand has been written to."""
+        made = [value for _, _, entries in self.capture.initial_state for value in entries.values()]
+        return [value._version for value in made if isinstance(value, torch.Tensor)]
 
     def remove_initial_state(self) -> None:
         """Undo what preparing the first run did to the optimizers."""

@@ -406,25 +406,6 @@ def _setattr(recorder: Recorder, function: Any, args: tuple[Any, ...], _kwargs: 
     return function
 
 
-def _len(recorder: Recorder, function: Any, args: tuple[Any, ...], _kwargs: dict[str, Any]) -> Any:
-    owner = args[0]
-    if isinstance(owner, torch.Tensor) and owner.dim() and isinstance(owner.shape[0], torch.SymInt):
-        return _num_rows
-    if isinstance(owner, types.MappingProxyType):
-        classes.read_view(recorder, owner)
-        return function
-    if recorder.place_of(owner) is None or not isinstance(owner, (*CONTAINERS, np.ndarray)):
-        recorder.refuse_hidden_state(owner)
-        recorder.follow_operators(owner)
-        return function
-    return recorder.length if isinstance(owner, CONTAINERS) else function
-
-
-def _num_rows(tensor: torch.Tensor) -> Any:
-    """`len(tensor)`, without asking for the number."""
-    return tensor.shape[0]
-
-
 def _call_method(recorder: Recorder, caller: Any, args: tuple[Any, ...]) -> None:
     """`operator.methodcaller("name")(owner)`."""
     name, *_ = caller.__reduce__()[1]
@@ -564,7 +545,7 @@ BUILTINS: dict[Any, Handler] = {
     type.__delattr__: _setattr,
     object.__getattribute__: _find,
     type.__getattribute__: _getattr,
-    len: _len,
+    len: simple_calls.length,
     min: _pick(torch.sym_min),
     max: _pick(torch.sym_max),
     vars: simple_calls.vars_,

@@ -110,12 +110,19 @@ def save_generator(generator: Any) -> Callable[[], None]:
     """What puts a generator back to where it is now."""
     if isinstance(generator, random.Random):
         return functools.partial(generator.setstate, generator.getstate())
+    if isinstance(generator, torch.Generator):
+        stands = generator.get_state()
+        return lambda: _put(generator, stands)
     if isinstance(generator, np.random.RandomState):
         state: Any = generator.get_state(legacy=False)
         return functools.partial(generator.set_state, state)
     bits: Any = generator.bit_generator if isinstance(generator, np.random.Generator) else generator
     state = bits.state
     return lambda: setattr(bits, "state", state)
+
+
+def _put(generator: torch.Generator, state: torch.Tensor) -> None:
+    generator.set_state(state)
 
 
 def _make_generator(recorder: Recorder, kind: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -98,7 +98,7 @@ def _watch_state(recorder: Recorder, optimizer: Optimizer) -> None:
         if known is None or not others:
             continue
         state = state or _part(recorder.root(optimizer), Step.ATTRIBUTE, "state", optimizer.state, Expectation.OPEN)
-        above = _part(state, Step.ITEM, known.real, entries, Expectation.OPEN)
+        above = _part(state, Step.ITEM, known.real, {**entries}, Expectation.OPEN)  # a plain dict stands there
         for key, value in others.items():
             place = _part(above, Step.ITEM, key, value, expectation(value))
             if not is_plain(value):

@@ -5,11 +5,14 @@ from __future__ import annotations
 import types
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 
 from wholestep import _torch
+from wholestep.capture.entries import Entries
 from wholestep.capture.record import classes, whole
 from wholestep.capture.record.imports import require_loaded
+from wholestep.capture.record.places import CONTAINERS
 
 if TYPE_CHECKING:
     from wholestep.capture.record.recorder import Recorder
@@ -76,3 +79,24 @@ def imports(_recorder: Recorder, function: Any, args: tuple[Any, ...], kwargs: d
 def is_subclass(recorder: Recorder, function: Any, args: tuple[Any, ...], _kwargs: dict[str, Any]) -> Any:
     whole.read_reached(recorder, args[1])
     return function
+
+
+def length(recorder: Recorder, function: Any, args: tuple[Any, ...], _kwargs: dict[str, Any]) -> Any:
+    owner = args[0]
+    if type(owner) is Entries:
+        return Entries.length
+    if isinstance(owner, torch.Tensor) and owner.dim() and isinstance(owner.shape[0], torch.SymInt):
+        return _num_rows
+    if isinstance(owner, types.MappingProxyType):
+        classes.read_view(recorder, owner)
+        return function
+    if recorder.place_of(owner) is None or not isinstance(owner, (*CONTAINERS, np.ndarray)):
+        recorder.refuse_hidden_state(owner)
+        recorder.follow_operators(owner)
+        return function
+    return recorder.length if isinstance(owner, CONTAINERS) else function
+
+
+def _num_rows(tensor: torch.Tensor) -> Any:
+    """`len(tensor)`, without asking for the number."""
+    return tensor.shape[0]

@@ -20,6 +20,7 @@ import numpy as np
 import torch
 
 from wholestep import _memory_torch, _torch
+from wholestep.capture.entries import Entries
 from wholestep.capture.record.again import AsksBefore
 from wholestep.capture.record.arrays import LateArray, LateObject, array_of
 from wholestep.capture.record.early_arrays import EarlyArray
@@ -312,6 +313,7 @@ class Templates:
 
     def _built(self, value: Any, what: str) -> Template:
         number = len(self._known)
+        value = value.plain() if type(value) is Entries else value
         is_ready = is_open(value) and not isinstance(value, (tuple, frozenset, types.MethodType))
         self._known[id(value)] = Again(number) if is_ready else None  # in a ring of objects; replaced below
         if isinstance(value, (tuple, frozenset)):
@@ -394,5 +396,7 @@ def _empty(value: Any) -> Callable[[], Any]:
             )
         )
     if isinstance(value, collections.defaultdict):
+        if value.default_factory is Entries:  # pyright: ignore[reportUnknownMemberType]
+            return functools.partial(kind, dict)
         return functools.partial(kind, value.default_factory)  # pyright: ignore[reportUnknownMemberType, reportUnknownVariableType]
     return functools.partial(kind.__new__, kind)
