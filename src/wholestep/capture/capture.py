@@ -48,14 +48,16 @@ from wholestep.capture.interpose import interposed, others_waiting
 from wholestep.capture.layouts import new_fake_mode
 from wholestep.capture.leftovers import HandedOut, garbage_collection_paused
 from wholestep.capture.looks import Looks
-from wholestep.capture.optimizer_state import State, state_before
+from wholestep.capture.optimizer_state import State, require_as_it_is, state_before, state_to_install
 from wholestep.capture.questions import Answers, Asked, Questions
 from wholestep.capture.record import (
     AsksBefore,
     CallsLater,
     DrawsWhole,
     HasSizes,
+    LooksAtState,
     Missed,
+    Moves,
     NotWhole,
     Program,
     Raises,
@@ -68,6 +70,7 @@ from wholestep.capture.record import (
     WholeCalls,
     listening,
     participants,
+    require_none_moved,
 )
 from wholestep.capture.record.calls import choose
 from wholestep.capture.record.numbers import is_real
@@ -148,6 +151,9 @@ class _Call:
     """Whether text that is made of a number takes its value for granted."""
     whole_calls: WholeCalls = field(default_factory=WholeCalls)
     """Functions that are called after the graph has run, as they are."""
+    moved: frozenset[tuple[Any, ...]] = frozenset()
+    as_it_is: frozenset[int] = frozenset()
+    """Paths of numbers that the step moves on; ids of optimizers at whose state it looks before they have any."""
     session: Session = field(init=False)
     recorder: Recorder = field(init=False)
     sizes: Sizes | None = field(init=False)
@@ -197,6 +203,8 @@ class _Call:
         pretends: bool | None = None,
         settles_texts: bool = False,
         whole_calls: WholeCalls | None = None,
+        moved: Iterable[tuple[Any, ...]] = (),
+        as_it_is: Iterable[int] = (),
     ) -> _Call:
         """The same capture from its start, with more that is known."""
         return _Call(
@@ -213,6 +221,7 @@ class _Call:
             self.pretends if pretends is None else pretends,
             self.settles_texts or settles_texts,
             self.whole_calls if whole_calls is None else whole_calls,
+            *(self.moved.union(moved), self.as_it_is.union(as_it_is)),
         )
 
 
@@ -264,7 +273,7 @@ def _capture(call: _Call) -> Capture:
         bindings=call.bindings,
         any_incoming_grad=indifferent,
         cleared_late=tuple(p for p in indifferent if id(p) in call.session.looks.gradients_before),
-        initial_state=_state_to_install(call),
+        initial_state=state_to_install(call.found.optimizers, call.states, call.session),
         flags_left=call.flags_left,
         stepped=tuple(call.session.stepped),
         written=frozenset(graph.updates),
@@ -285,7 +294,7 @@ def _trace(call: _Call) -> tuple[_Call, fx.GraphModule, Collected]:
     refusals.refuse_wrappers(found, function)
     if call.dynamic_dims:
         refusals.refuse_recurrent(found)
-    call.states, call.session.made_of_rates = state_before(found.optimizers)
+    call.states, call.session.made_of_rates = state_before(found.optimizers, call.as_it_is)
     call.flags = {name: options.flags(opt) for name, opt in found.optimizers.items()}
     collected: list[Collected] = []
     try:
@@ -330,8 +339,11 @@ def _trace_until_complete(call: _Call) -> tuple[_Call, fx.GraphModule, Collected
                     location=source.location_of(call.function),
                     advice="Keep it in a tensor",
                 ) from error
-            numbers = tuple(path for path in call.numbers if path not in error.paths)
-            call = call.again(numbers=numbers, fixed=fixed)
+            call = call.again(numbers=tuple(p for p in call.numbers if p not in error.paths), fixed=fixed)
+        except Moves as error:
+            call = call.again(numbers=tuple(dict.fromkeys([*call.numbers, *error.paths])), moved=error.paths)
+        except LooksAtState as error:
+            call = call.again(as_it_is=error.optimizers)
         except HasSizes as error:
             call = call.again(pretends=error.pretends)
         except Unimported as error:
@@ -384,8 +396,9 @@ def _recording(call: _Call, result: Collected, graph: StepGraph) -> Recording:
     recorder.ledger.symbol_of, recorder.ledger.text_later = _no_symbol, None  # or kept numbers would keep the trace
     recorder.late.end()
     return Recording(
-        *(tuple(recorder.roots), program, result.effects, frozenset(call.numbers)),
+        *(tuple(recorder.roots), program, result.effects, (*call.numbers, *recorder.texts.paths())),
         *(call.session.numbers, call.session.current, result.late, tuple(call.session.looks.requirements)),
+        frozenset(recorder.states_read),
     )
 
 
@@ -424,6 +437,8 @@ def _traced_run(call: _Call, collected: list[Collected]) -> list[Any]:
                 returned = function(*args, **kwargs)
             call.recorder.caught.require_none()
             session.annotate()
+        require_none_moved(call.recorder, call.moved)
+        require_as_it_is(call.found, call.states, call.recorder.states_read - call.as_it_is)
         lifted = session.lifted.values()
         options.refuse_changes(lifted, call.found, call.flags, call.rates, asks_before=call.asks_before)
         if call.sizes is not None:
@@ -583,14 +598,3 @@ def _accumulating(call: _Call, indifferent: tuple[torch.Tensor, ...]) -> frozens
     known = {id(parameter) for parameter in indifferent}
     parameters = [p for p in call.session.parameters if p.real.requires_grad or p.real.grad is not None]
     return frozenset(p.slot.name for p in parameters if id(p.real) not in known)
-
-
-def _state_to_install(call: _Call) -> list[tuple[Optimizer, torch.Tensor, dict[str, Any]]]:
-    """Fresh optimizer state of the parameters that the step really updates."""
-    session = call.session
-    return [
-        (optimizer, parameter, entries)
-        for name, optimizer in call.found.optimizers.items()
-        for parameter, entries in call.states[name].items()
-        if parameter not in optimizer.state and (id(optimizer), id(session.twins[id(parameter)])) in session.touched
-    ]

@@ -180,7 +180,9 @@ def _collect_outputs(
         lifted = slots.get(id(value))
         return None if lifted is None or id(lifted.real) not in recorder.drawn_tensors else value
 
-    templates = Templates(recorder.place_of, slot_of, base_of, computed, drawn_tensor, recorder.drawn_arrays)
+    templates = Templates(
+        recorder.place_of, slot_of, base_of, computed, drawn_tensor, recorder.drawn_arrays, recorder.texts
+    )
     outputs = templates.of(returned, "the step returns")
     said = [output.as_said(recorder) for output in recorder.outputs]
     effects = find_effects(recorder.kept.values(), said, recorder.place_of, templates)

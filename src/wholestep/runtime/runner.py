@@ -425,11 +425,9 @@ class StepRunner:
     def _capture(self, call: Call, zero_gradients: frozenset[str]) -> Capture:
         """Capture with a symbolic batch where that is wanted and possible, with the sizes as they are otherwise."""
         # Ranks must run the same graph, so that none of them may look at its own batch.
+        answers = self.options.data_parallel is None
         captured_with = functools.partial(
-            capture,
-            zero_gradients=zero_gradients,
-            numbers=tuple(self._numbers),
-            answers=self.options.data_parallel is None,
+            capture, zero_gradients=zero_gradients, numbers=tuple(self._numbers), answers=answers
         )
         refusal: CaptureError | None = None
         while True:
@@ -446,6 +444,7 @@ class StepRunner:
         return captured
 
     def _remember(self, fresh: Specialization) -> None:
+        self._numbers |= dict.fromkeys(fresh.capture.recording.symbolic)
         self._specializations.append(fresh)
         if len(self._specializations) > self.options.cache_size:
             del self._specializations[0]

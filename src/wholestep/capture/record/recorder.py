@@ -43,10 +43,10 @@ from wholestep.capture.record.places import (
     Place,
     Rooted,
     Step,
-    expectation,
     is_plain,
     take,
 )
+from wholestep.capture.record.quiet_texts import QuietTexts
 from wholestep.capture.record.state import Kept, Operation, content_of
 from wholestep.capture.record.tensors import Twins
 from wholestep.capture.record.whole_late import WholeCalls, escalate
@@ -115,7 +115,9 @@ class Recorder:
         """The filters of warnings as they were before the step; `catch_warnings` puts others in their place."""
         self.own_generators: dict[int, Any] = {}
         """Generators of random numbers that the step has made itself."""
-        self.caught = Caught()
+        self.caught, self.texts = Caught(), QuietTexts()
+        self.states_read: set[int] = set()
+        """Ids of the optimizers at whose state the step may look by itself."""
         self.whole_calls, self.escalate = WholeCalls(), functools.partial(escalate, self)
 
     # Owners
@@ -202,10 +204,10 @@ class Recorder:
         known = above.children.get((step, _hashable(key)))
         if known is not None:
             if known.expectation is Expectation.PRESENT and not only_presence:
-                known.expectation, known.value = expectation(value), value
+                known.expectation, known.value = self.texts.expectation(value), value
                 self._found(value, known)
             return known
-        expected = Expectation.PRESENT if only_presence and value is not ABSENT else expectation(value)
+        expected = Expectation.PRESENT if only_presence and value is not ABSENT else self.texts.expectation(value)
         place = Place(above, step, key, value, expected)
         above.children[step, _hashable(key)] = place
         if expected is not Expectation.PRESENT:
@@ -450,8 +452,9 @@ class Recorder:
             raise Unsymbolic(frozenset(self.ledger.leaves[name] for name in origins)) from error
 
     def argument(self, path: tuple[Any, ...], value: Any) -> Any:
-        """A plain argument: a `Number` if it has changed before."""
-        return self.ledger.leaf(value, path) if path in self._numbers and type(value) in (int, float) else value
+        """A plain argument: a `Number` if it has changed before, the trace's own copy of a text."""
+        is_moving = path in self._numbers and type(value) in (int, float)
+        return self.ledger.leaf(value, path) if is_moving else self.texts.copy_of(value, path)
 
     def add_rate(self, symbol: Any, path: tuple[Any, ...], kind: type) -> None:
         """A learning rate, which is a symbol while the step is traced: where it stands, and its type there."""

@@ -31,6 +31,7 @@ from wholestep.errors import CaptureError
 
 if TYPE_CHECKING:
     from wholestep.capture.binding import Binding
+    from wholestep.capture.record.quiet_texts import QuietTexts
 
 
 @dataclass
@@ -196,6 +197,7 @@ class Templates:
     one that a traced view looks at; `computed` makes a traced value
     one of the graph's outputs and returns its position. `drawn_tensor` gives the traced value of a tensor made of an
     array that the step has drawn, None for others; `drawn_arrays` has those arrays by their ids, with their names.
+    `texts` are those among the arguments that may be others at each call.
     """
 
     def __init__(
@@ -206,6 +208,7 @@ class Templates:
         computed: Callable[[Any], int],
         drawn_tensor: Callable[[Any], torch.Tensor | None],
         drawn_arrays: Mapping[int, tuple[Any, str]],
+        texts: QuietTexts,
     ) -> None:
         self._place_of = place_of
         self._slot_of = slot_of
@@ -213,6 +216,7 @@ class Templates:
         self._computed = computed
         self._drawn_tensor = drawn_tensor
         self._drawn_arrays = drawn_arrays
+        self._texts = texts
         self._known: dict[int, Template | None] = {}
         self._alive: list[Any] = []
         self.numbers: set[str] = set()
@@ -253,8 +257,10 @@ class Templates:
             parts = tuple(pieces(value))
             self.late_numbers |= {piece for piece, is_name in parts if is_name}
             return Text(parts)
+        if (path := self._texts.path_of(value)) is not None:
+            return Existing(path)
         place = self._place_of(value)
-        if place is None and is_plain(value) and not _has_text(value):
+        if place is None and is_plain(value) and not _has_text(value) and not self._texts.among(value):
             return Constant(value)
         if place is not None:
             return Constant(value) if place.expectation is Expectation.SAME else Existing(place.path)
