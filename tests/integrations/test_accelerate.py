@@ -92,10 +92,10 @@ def test_a_simple_loop_is_one_capture(precision: str) -> None:
 
 
 def test_accumulate_is_a_few_captures_however_many_epochs() -> None:
-    # Each position of a batch in its group is a graph, and again once the counter is known to change; the last batch of
-    # an epoch ends its group early.
+    # One that accumulates, one that updates, one for the last batch of an epoch, which begins a new group; and the
+    # first step of the schedule, which torch tells from the others.
     compiled = train_both(accumulating_step, num_rows=10, gradient_accumulation_steps=2)
-    assert compiled.num_captures <= 6 < NUM_EPOCHS * 5
+    assert compiled.num_captures <= 4, compiled.recompile_reasons
 
 
 def test_states_saved_and_loaded_between_epochs_cost_no_capture(tmp_path: Path) -> None:

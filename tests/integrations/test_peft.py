@@ -46,8 +46,8 @@ def step(model: nn.Module, optimizer: Optimizer, tokens: Tensor) -> Tensor:
 
 @pytest.mark.parametrize(
     "options",
-    [{}, {"modules_to_save": ["lm_head"]}, {"checkpoints": True}],
-    ids=["LoRA", "modules_to_save", "checkpoints"],
+    [{}, {"modules_to_save": ["lm_head"]}, {"checkpoints": True}, {"use_dora": True}, {"use_rslora": True}],
+    ids=["LoRA", "modules_to_save", "checkpoints", "DoRA", "rank-stabilised"],
 )
 def test_adapters_are_trained_in_one_capture(options: dict[str, Any]) -> None:
     twins = Twins(lambda: build(**options), step)

@@ -23,4 +23,4 @@ def test_nothing_of_the_package_imports_a_framework_unasked() -> None:
 @pytest.mark.skipif(bool(MISSING), reason=f"not installed: {', '.join(MISSING)}")
 @pytest.mark.parametrize("page", sorted(NEEDS_FRAMEWORKS), ids=name_of)
 def test_the_code_of_the_page_runs(page: Path, tmp_path: Path) -> None:
-    run(page, folder=tmp_path)
+    run(page, folder=tmp_path, after="tests.integrations.torchvision_operators")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import inspect
 import multiprocessing
 import os
@@ -38,15 +39,15 @@ def name_of(page: Path) -> str:
     return page.relative_to(ROOT).as_posix()
 
 
-def run(source: Path, *arguments: str | Path, folder: Path) -> str:
+def run(source: Path, *arguments: str | Path, folder: Path, after: str | None = None) -> str:
     """Run a script, or the code of a page, in a process of its own: pages register passes and set variables.
 
-    It is forked from one that has imported torch, which takes longer than most pages do.
+    It is forked from one that has imported torch, which takes longer than most pages do. `after` is imported first.
     """
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(PRELOADED)
     output = folder.with_name(f"{folder.name}.txt")
-    process = context.Process(target=_run, args=(source, [str(source), *map(str, arguments)], folder, output))
+    process = context.Process(target=_run, args=(source, [str(source), *map(str, arguments)], folder, output, after))
     process.start()
     process.join(TIMEOUT_S)
     process.kill()
@@ -56,7 +57,7 @@ def run(source: Path, *arguments: str | Path, folder: Path) -> str:
     return printed
 
 
-def _run(source: Path, arguments: list[str], folder: Path, output: Path) -> None:
+def _run(source: Path, arguments: list[str], folder: Path, output: Path, after: str | None) -> None:
     with output.open("wb") as file:
         os.dup2(file.fileno(), 1)
         os.dup2(file.fileno(), 2)
@@ -67,6 +68,8 @@ def _run(source: Path, arguments: list[str], folder: Path, output: Path) -> None
     torch.set_num_threads(1)
     sys.argv[:] = arguments
     warnings.filterwarnings("error", category=UserWarning)
+    if after is not None:
+        importlib.import_module(after)
     if source.suffix == ".md":
         _run_page(source)
     else:

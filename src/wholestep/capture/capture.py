@@ -14,9 +14,8 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field, replace
-from types import FunctionType
+from collections.abc import Iterable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -24,7 +23,6 @@ from torch import fx, nn
 from torch.optim import Optimizer
 
 from wholestep import _recording_torch, _torch
-from wholestep._sizes_torch import SizesEnv
 from wholestep._threads import one_at_a_time
 from wholestep.capture import (
     binding,
@@ -42,48 +40,42 @@ from wholestep.capture import (
     tree,
 )
 from wholestep.capture.arguments import argument_paths
+from wholestep.capture.attempt import Attempt, Function, NumberPaths
 from wholestep.capture.collect import Collected, collect, foreign_state
 from wholestep.capture.discover import Reachable
 from wholestep.capture.functional import Functional
 from wholestep.capture.interpose import interposed, others_waiting
-from wholestep.capture.layouts import new_fake_mode
 from wholestep.capture.leftovers import HandedOut, garbage_collection_paused
-from wholestep.capture.looks import Looks
-from wholestep.capture.optimizer_state import State, fresh_state, state_before
-from wholestep.capture.questions import Answers, Asked, Questions
+from wholestep.capture.optimizer_state import fresh_state, require_as_it_is, state_before
+from wholestep.capture.questions import Answers, Asked
 from wholestep.capture.record import (
     AsksBefore,
     CallsLater,
     DrawsWhole,
     HasSizes,
+    LooksAtState,
     Missed,
+    Moves,
     NotWhole,
     Program,
     Raises,
-    Recorder,
     Recording,
     Template,
     Unimported,
     Unseen,
     Unsymbolic,
-    WholeCalls,
     drawing,
     listening,
     participants,
+    require_none_moved,
     sequences,
 )
 from wholestep.capture.record.calls import choose
 from wholestep.capture.record.numbers import is_real
 from wholestep.capture.record.places import ARGUMENTS, Rooted, Step
-from wholestep.capture.session import Session
-from wholestep.capture.sizes import Sizes
 from wholestep.capture.trail import Trail
 from wholestep.errors import CaptureError
 from wholestep.graph import Slot, SlotKind, StepGraph
-
-Function = Callable[..., Any]
-NumberPaths = tuple[tuple[Any, ...], ...]
-"""Where in the arguments and what they reach the Python numbers are that become inputs."""
 
 
 @dataclass(frozen=True)
@@ -127,100 +119,6 @@ class Capture:
     """The first line that makes a tensor whose size depends on values."""
 
 
-@dataclass
-class _Call:
-    """One capture in progress."""
-
-    function: Function
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
-    found: Reachable
-    dynamic_dims: frozenset[tuple[int, int]]
-    zero_gradients: frozenset[str]
-    numbers: NumberPaths
-    answers: bool
-    handed_out: HandedOut
-    whole_draws: frozenset[tuple[Any, ...]] = frozenset()
-    unseen: frozenset[FunctionType] = frozenset()
-    """Functions that would run unseen if they were not followed from the start."""
-    fixed: frozenset[tuple[Any, ...]] = frozenset()
-    """Paths of rates and of numbers in state that torch must have the value of."""
-    asks_before: bool = False
-    """Whether Python computes with learning rates, and with what optimizers make of their state, before each call."""
-    pretends: bool | None = None
-    """In a step with sizes that values decide, whether none and one are traced as some; None in others."""
-    settles_texts: bool = False
-    """Whether text that is made of a number takes its value for granted."""
-    whole_calls: WholeCalls = field(default_factory=WholeCalls)
-    """Functions that are called after the graph has run, as they are."""
-    session: Session = field(init=False)
-    recorder: Recorder = field(init=False)
-    sizes: Sizes | None = field(init=False)
-    bindings: dict[str, binding.Binding] = field(default_factory=dict)
-    states: dict[str, State] = field(default_factory=dict)
-    parameter_names: dict[int, str] = field(default_factory=dict)
-    flags: dict[str, list[Any]] = field(default_factory=dict)
-    lent_groups: dict[int, list[torch.Tensor]] = field(default_factory=dict)
-    flags_left: tuple[tuple[binding.Binding, bool], ...] = ()
-    rates: list[Any] = field(default_factory=list[Any])
-    """Learning rates that Python computes with, or that are no numbers."""
-
-    def __post_init__(self) -> None:
-        is_imagined = any(map(blank.is_blank, discover.tensors(self.found, self.args, self.kwargs)))
-        self.session = Session(
-            new_fake_mode(is_imagined=is_imagined, env=None if self.pretends is None else SizesEnv(self.pretends)),
-            self.handed_out,
-            has_symbolic_sizes=bool(self.dynamic_dims) or self.pretends is not None,
-            zero_gradients=self.zero_gradients,
-            optimizers={id(optimizer) for optimizer in self.found.optimizers.values()},
-            wrappers={id(wrapper) for wrappers in self.found.wrappers.values() for wrapper in wrappers},
-            looked_in=discover.looked_in(self.function, self.args, self.kwargs, self.found),
-            questions=Questions(
-                is_answering=self.answers and not is_imagined, of_state=self.asks_before and not is_imagined
-            ),
-            fixed_answers=frozenset(path[1] for path in self.fixed if path[0] is Answers),
-        )
-        given = (self.numbers, self.whole_draws, self.fixed)
-        self.recorder = self.session.recorder = Recorder(*given, may_leave=self.answers)
-        self.recorder.whole_calls = replace(self.whole_calls, current=self.session.current)
-        self.recorder.ledger.text_later = None if self.settles_texts else self.recorder.late.text
-        self.session.looks = Looks(self.session, may_leave=self.answers and not is_imagined)
-        self.sizes = Sizes(self.session, may_leave=self.answers) if self.pretends is not None else None
-
-    def dynamic_dims_of(self, index: int) -> tuple[int, ...]:  # of an argument leaf
-        return tuple(sorted(dim for leaf, dim in self.dynamic_dims if leaf == index))
-
-    def again(
-        self,
-        *,
-        found: Reachable | None = None,
-        numbers: NumberPaths | None = None,
-        whole_draws: Iterable[tuple[Any, ...]] = (),
-        unseen: Iterable[FunctionType] = (),
-        fixed: Iterable[tuple[Any, ...]] = (),
-        asks_before: bool = False,
-        pretends: bool | None = None,
-        settles_texts: bool = False,
-        whole_calls: WholeCalls | None = None,
-    ) -> _Call:
-        """The same capture from its start, with more that is known."""
-        return _Call(
-            *(self.function, self.args, self.kwargs),
-            self.found if found is None else found,
-            *(self.dynamic_dims, self.zero_gradients),
-            self.numbers if numbers is None else numbers,
-            self.answers,
-            self.handed_out,
-            self.whole_draws.union(whole_draws),
-            self.unseen.union(unseen),
-            self.fixed.union(fixed),
-            self.asks_before or asks_before,
-            self.pretends if pretends is None else pretends,
-            self.settles_texts or settles_texts,
-            self.whole_calls if whole_calls is None else whole_calls,
-        )
-
-
 def capture(
     function: Function,
     args: tuple[Any, ...],
@@ -245,12 +143,12 @@ def capture(
     with one_at_a_time(), garbage_collection_paused(), failures.told(function):
         handed_out = HandedOut()
         call = (function, args, kwargs, discover.reachable(function, args, kwargs))
-        captured = _capture(_Call(*call, dynamic_dims, zero_gradients, numbers, answers, handed_out))
+        captured = _capture(Attempt(*call, dynamic_dims, zero_gradients, numbers, answers, handed_out))
         handed_out.require_gone()
         return captured
 
 
-def _capture(call: _Call) -> Capture:
+def _capture(call: Attempt) -> Capture:
     started = time.perf_counter()
     function, args, kwargs, dynamic_dims = call.function, call.args, call.kwargs, call.dynamic_dims
     with blank.where_made(discover.tensors(call.found, args, kwargs)):
@@ -285,13 +183,13 @@ def _capture(call: _Call) -> Capture:
     )
 
 
-def _trace(call: _Call) -> tuple[_Call, fx.GraphModule, Collected]:
+def _trace(call: Attempt) -> tuple[Attempt, fx.GraphModule, Collected]:
     """Trace one call; whatever the step raises becomes a `CaptureError`."""
     function, found = call.function, call.found
     refusals.refuse_wrappers(found, function)
     if call.dynamic_dims:
         refusals.refuse_recurrent(found)
-    call.states, call.session.made_of_rates = state_before(found.optimizers)
+    call.states, call.session.made_of_rates = state_before(found.optimizers, call.as_it_is)
     call.flags = {name: options.flags(opt) for name, opt in found.optimizers.items()}
     collected: list[Collected] = []
     try:
@@ -315,7 +213,7 @@ def _trace(call: _Call) -> tuple[_Call, fx.GraphModule, Collected]:
     return call, module, collected[0]
 
 
-def _trace_until_complete(call: _Call) -> tuple[_Call, fx.GraphModule, Collected]:
+def _trace_until_complete(call: Attempt) -> tuple[Attempt, fx.GraphModule, Collected]:
     """Trace again as long as a trace meets models or functions that nobody knew of, or numbers that must be fixed."""
     counts = dict.fromkeys(call.numbers)
     while True:
@@ -341,8 +239,11 @@ def _trace_until_complete(call: _Call) -> tuple[_Call, fx.GraphModule, Collected
                     location=source.location_of(call.function),
                     advice="Keep it in a tensor",
                 ) from error
-            numbers = tuple(path for path in call.numbers if path not in error.paths)
-            call = call.again(numbers=numbers, fixed=fixed)
+            call = call.again(numbers=tuple(p for p in call.numbers if p not in error.paths), fixed=fixed)
+        except Moves as error:
+            call = call.again(numbers=tuple(dict.fromkeys([*call.numbers, *error.paths])), moved=error.paths)
+        except LooksAtState as error:
+            call = call.again(as_it_is=error.optimizers)
         except HasSizes as error:
             call = call.again(pretends=error.pretends)
         except Unimported as error:
@@ -383,7 +284,7 @@ def _fixed(path: tuple[Any, ...]) -> tuple[Any, ...]:
     return (Answers, path[-1][1]) if isinstance(path[0].owner, Answers) else path
 
 
-def _recording(call: _Call, result: Collected, graph: StepGraph) -> Recording:
+def _recording(call: Attempt, result: Collected, graph: StepGraph) -> Recording:
     """The Python around a graph; what the graph has taken out of it are its inputs."""
     recorder = call.recorder
     slots = {lifted.slot.id for lifted in call.session.lifted.values() if lifted.slot.kind is SlotKind.NUMBER}
@@ -397,8 +298,9 @@ def _recording(call: _Call, result: Collected, graph: StepGraph) -> Recording:
     recorder.ledger.symbol_of, recorder.ledger.text_later = _no_symbol, None  # or kept numbers would keep the trace
     recorder.late.end()
     return Recording(
-        *(tuple(recorder.roots), program, result.effects, frozenset(call.numbers)),
+        *(tuple(recorder.roots), program, result.effects, (*call.numbers, *recorder.texts.paths())),
         *(call.session.numbers, call.session.current, result.late, tuple(call.session.looks.requirements)),
+        frozenset(recorder.states_read),
     )
 
 
@@ -406,7 +308,7 @@ def _no_symbol(number: Any) -> Any:
     raise AssertionError("the trace is over")
 
 
-def _traced_run(call: _Call, collected: list[Collected]) -> list[Any]:
+def _traced_run(call: Attempt, collected: list[Collected]) -> list[Any]:
     """What `make_fx` traces: lift, run the user's function, collect. Returns the values of the output node."""
     session = call.session
     session.tracer = _torch.current_tracer()
@@ -437,6 +339,8 @@ def _traced_run(call: _Call, collected: list[Collected]) -> list[Any]:
                 returned = function(*args, **kwargs)
             call.recorder.caught.require_none()
             session.annotate()
+        require_none_moved(call.recorder, call.moved)
+        require_as_it_is(call.found, call.states, call.recorder.states_read - call.as_it_is)
         lifted = session.lifted.values()
         options.refuse_changes(lifted, call.found, call.flags, call.rates, asks_before=call.asks_before)
         if call.sizes is not None:
@@ -449,7 +353,7 @@ def _traced_run(call: _Call, collected: list[Collected]) -> list[Any]:
         return result.values
 
 
-def _introduce(call: _Call, args: tuple[Any, ...], kwargs: dict[str, Any], hooks: Iterable[Any]) -> None:
+def _introduce(call: Attempt, args: tuple[Any, ...], kwargs: dict[str, Any], hooks: Iterable[Any]) -> None:
     """Tell the recorder who takes part: models and optimizers, whose attributes it watches, and the arguments."""
     recorder = call.recorder
     recorder.ledger.symbol_of = call.session.symbol
@@ -472,7 +376,7 @@ def _introduce(call: _Call, args: tuple[Any, ...], kwargs: dict[str, Any], hooks
         recorder.enter_module(module)
 
 
-def _lift_module(call: _Call, prefix: str, module: nn.Module) -> None:
+def _lift_module(call: Attempt, prefix: str, module: nn.Module) -> None:
     for name, parameter in module.named_parameters(remove_duplicate=False):
         known = call.parameter_names.setdefault(id(parameter), prefix + name)
         if known == prefix + name:
@@ -490,7 +394,7 @@ def _lift_module(call: _Call, prefix: str, module: nn.Module) -> None:
                 call.session.buffer_slots[id(submodule), name] = slot_id
 
 
-def _lift_loose_parameters(call: _Call, optimizer_name: str, optimizer: Optimizer) -> None:
+def _lift_loose_parameters(call: Attempt, optimizer_name: str, optimizer: Optimizer) -> None:
     """Parameters only the optimizer knows (of a module the step was not given)."""
     for group_index, group in enumerate(optimizer.param_groups):
         for index, parameter in enumerate(group["params"]):
@@ -500,7 +404,7 @@ def _lift_loose_parameters(call: _Call, optimizer_name: str, optimizer: Optimize
                 _lift(call, parameter, Slot(SlotKind.PARAM, name), binding.FixedTensor(parameter))
 
 
-def _lift_arguments(call: _Call) -> tuple[tuple[Any, ...], dict[str, Any]]:
+def _lift_arguments(call: Attempt) -> tuple[tuple[Any, ...], dict[str, Any]]:
     names = [*discover.argument_names(call.function, len(call.args)), *call.kwargs]
     values = [*call.args, *call.kwargs.values()]
     paths = [path for name, value in zip(names, values, strict=True) for path in tree.paths(value, name)]
@@ -522,7 +426,7 @@ def _lift_arguments(call: _Call) -> tuple[tuple[Any, ...], dict[str, Any]]:
     return tree.map_leaves(lambda _: next(following), (call.args, call.kwargs))
 
 
-def _lift_gradients(call: _Call) -> None:
+def _lift_gradients(call: Attempt) -> None:
     """Gradients that exist before the call: inputs of a step that accumulates into them."""
     for lifted in list(call.session.lifted.values()):
         where = call.bindings[lifted.slot.id]
@@ -543,7 +447,7 @@ def _lift_gradients(call: _Call) -> None:
             lifted.twin.grad = call.session.lift(lifted.real.grad, slot, dims)
 
 
-def _lent_optimizer(call: _Call, name: str, optimizer: Optimizer) -> contextlib.AbstractContextManager[None]:
+def _lent_optimizer(call: Attempt, name: str, optimizer: Optimizer) -> contextlib.AbstractContextManager[None]:
     several = len(call.found.optimizers) > 1
 
     def lift_state(parameter: torch.Tensor, key: str, value: Any) -> Any:
@@ -580,19 +484,19 @@ def _lent_optimizer(call: _Call, name: str, optimizer: Optimizer) -> contextlib.
     return swap.lent_optimizer(optimizer, call.states[name], twin_of, lift_state, lift_rate, call.lent_groups, wrappers)
 
 
-def _lift(call: _Call, real: Any, slot: Slot, where: binding.Binding, dynamic_dims: tuple[int, ...] = ()) -> Any:
+def _lift(call: Attempt, real: Any, slot: Slot, where: binding.Binding, dynamic_dims: tuple[int, ...] = ()) -> Any:
     call.bindings.setdefault(slot.id, where)
     return call.session.lift(real, slot, dynamic_dims)
 
 
-def _indifferent_parameters(call: _Call, graph: StepGraph) -> tuple[torch.Tensor, ...]:
+def _indifferent_parameters(call: Attempt, graph: StepGraph) -> tuple[torch.Tensor, ...]:
     """Whose gradient was cleared first, unless it is read nonetheless: somebody has kept it."""
     cleared, inputs = call.session.cleared_first, graph.placeholders()
     known = [p for p in call.session.parameters if id(p.twin) in cleared]
     return tuple(p.real for p in known if Slot(SlotKind.GRAD, p.slot.name).id not in inputs)
 
 
-def _accumulating(call: _Call, indifferent: tuple[torch.Tensor, ...]) -> frozenset[str]:
+def _accumulating(call: Attempt, indifferent: tuple[torch.Tensor, ...]) -> frozenset[str]:
     known = {id(parameter) for parameter in indifferent}
     parameters = [p for p in call.session.parameters if p.real.requires_grad or p.real.grad is not None]
     return frozenset(p.slot.name for p in parameters if id(p.real) not in known)

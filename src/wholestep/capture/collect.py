@@ -190,7 +190,7 @@ def _collect_outputs(
         return None if lifted is None or not is_drawn(lifted.real) else value
 
     drawn = {key: name for key, (_, name, *_) in [*recorder.drawn_arrays.items(), *recorder.drawn_items.items()]}
-    templates = Templates(recorder.place_of, slot_of, base_of, computed, drawn_tensor, drawn)
+    templates = Templates(recorder.place_of, slot_of, base_of, computed, drawn_tensor, drawn, recorder.texts)
     outputs = templates.of(returned, "the step returns")
     said = [output.as_said(recorder) for output in recorder.outputs]
     effects = find_effects(recorder.kept.values(), said, recorder.place_of, templates)

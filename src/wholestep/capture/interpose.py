@@ -71,6 +71,7 @@ _DIFFERENCES: dict[Callable[..., Any], Callable[..., Any]] = {
 _OUT_OF_PLACE = (torch.bernoulli, torch.Tensor.bernoulli)
 _OTHERS_WAIT_S = 600.0
 _GRAD_GET: Any = vars(torch.Tensor.__mro__[1])["grad"].__get__
+_GRAD_SET: Any = vars(torch.Tensor.__mro__[1])["grad"].__set__
 _DATA_SET: Any = vars(torch.Tensor.__mro__[1])["data"].__set__
 
 
@@ -117,6 +118,8 @@ class Interposer(TorchFunctionMode):
         kwargs = cast(dict[str, Any], self._with_twins(kwargs or {}))
         if func == _GRAD_GET:
             session.note_grad_read(args[0])
+        if func == _GRAD_SET:
+            session.note_grad_cleared([args[0]])
         if func is torch.Tensor.item and (number := session.number_in_state(args[0])) is not None:
             return number
         before = _layout_of_input(session, func, args)
@@ -516,6 +519,7 @@ def _as_forward(session: Session, optimizer: Optimizer, closure: Callable[[], An
 def _optimizer_hooks(session: Session, stack: contextlib.ExitStack) -> list[Any]:
     """Tag `optimizer.step()`; inside it eager code paths are taken and reading counters is allowed."""
     scopes: list[contextlib.ExitStack] = []
+    states_read: list[set[int]] = []
 
     def enter(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if not session.is_here():
@@ -526,6 +530,7 @@ def _optimizer_hooks(session: Session, stack: contextlib.ExitStack) -> list[Any]
         session.optimizer = optimizer
         scope = contextlib.ExitStack()
         scope.enter_context(session.in_phase(Phase.OPTIMIZER))
+        states_read.append({*session.recorder.states_read})  # it may look itself
         scope.enter_context(_torch.compiling_flag(False))
         scopes.append(scope)
         return None if closure is None else ((optimizer, _as_forward(session, optimizer, closure)), {})
@@ -534,6 +539,7 @@ def _optimizer_hooks(session: Session, stack: contextlib.ExitStack) -> list[Any]
         if not session.is_here():
             return
         scopes.pop().close()
+        session.recorder.states_read = states_read.pop()
         session.optimizer = None
 
     def abandon() -> None:

@@ -9,7 +9,7 @@ first call is captured as it is, and the second call captures the steady step.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -18,10 +18,12 @@ from torch.optim import SGD, Optimizer
 from wholestep import _torch
 from wholestep.capture import source
 from wholestep.capture.blank import is_blank
+from wholestep.capture.record.again import LooksAtState
 from wholestep.errors import CaptureError
 from wholestep.graph import StepGraph
 
 if TYPE_CHECKING:
+    from wholestep.capture.discover import Reachable
     from wholestep.capture.session import Session
 
 State = dict[torch.Tensor, dict[str, Any]]
@@ -47,15 +49,28 @@ def initial_state(optimizer: Optimizer) -> State:
     return {p: created[p] for p in fresh if created.get(p)}
 
 
-def state_before(optimizers: Mapping[str, Optimizer]) -> tuple[dict[str, State], set[int]]:
-    """The state that the first run starts from, by optimizer; and ids of those that make theirs of learning rates."""
+def state_before(
+    optimizers: Mapping[str, Optimizer], as_it_is: Collection[int] = ()
+) -> tuple[dict[str, State], set[int]]:
+    """The state that the first run starts from, by optimizer; and ids of those that make theirs of learning rates.
+
+    It is what there is for those `as_it_is`, by id: the step sees what state they have.
+    """
     states, made_of_rates = dict[str, State](), set[int]()
     for name, optimizer in optimizers.items():
-        made = initial_state(optimizer)
+        made = initial_state(optimizer) if id(optimizer) not in as_it_is else {}
         states[name] = {**made, **optimizer.state}
         if made and _makes_of_rates(optimizer):
             made_of_rates.add(id(optimizer))
     return states, made_of_rates
+
+
+def require_as_it_is(found: Reachable, states: Mapping[str, State], read: Collection[int]) -> None:
+    """Raise `LooksAtState` if the step has looked at state that was made beforehand, and which eager does not show."""
+    for name, optimizer in found.optimizers.items():
+        owners = {id(optimizer), *map(id, found.wrappers.get(name, []))}
+        if not owners.isdisjoint(read) and any(parameter not in optimizer.state for parameter in states[name]):
+            raise LooksAtState(frozenset(owners))
 
 
 def fresh_state(

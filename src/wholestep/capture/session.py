@@ -332,10 +332,14 @@ class Session:
         if not (self._clearing or id(twin) in self._own_gradients | self.cleared_first):
             self.read_first.add(id(twin))
 
+    def note_grad_cleared(self, parameters: Sequence[torch.Tensor]) -> None:
+        """The step replaces these gradients: where it has not looked at them, any may be there before the call."""
+        self.cleared_first |= self._twin_ids(parameters) - self.read_first - self._own_gradients
+
     @contextlib.contextmanager
     def clearing_gradients(self, parameters: Sequence[torch.Tensor]) -> Generator[None]:
         """`zero_grad` runs inside: looking at a gradient in order to clear it does not count as reading it."""
-        self.cleared_first |= self._twin_ids(parameters) - self.read_first - self._own_gradients
+        self.note_grad_cleared(parameters)
         previous, self._clearing = self._clearing, True
         try:
             yield

@@ -1,7 +1,8 @@
 """Taking argument containers apart and putting them together again.
 
 Beyond tuples, lists and dicts this opens what batches come in: named tuples, dataclasses, and mappings that are no
-dict (the batches of Hugging Face tokenizers). Anything else is a leaf.
+dict (the batches of Hugging Face tokenizers). Anything else is a leaf, and so is a list of texts: another number of
+them is no other structure.
 """
 
 from __future__ import annotations
@@ -51,6 +52,8 @@ def _flatten_into(value: Any, leaves: list[Any]) -> Spec:
 
 def opened(value: Any) -> tuple[tuple[Any, ...], list[Any]] | None:
     """Keys and children of a container, None for a leaf."""
+    if is_text(value):
+        return None
     if isinstance(value, (list, tuple)):
         return tuple(range(len(value))), list(value)
     if isinstance(value, Mapping):
@@ -59,6 +62,11 @@ def opened(value: Any) -> tuple[tuple[Any, ...], list[Any]] | None:
         names = tuple(field.name for field in dataclasses.fields(value))
         return names, [getattr(value, name) for name in names]
     return None
+
+
+def is_text(value: Any) -> bool:
+    """Whether a value is a list of texts, as a batch has one for its rows: it holds no input of a graph."""
+    return type(value) is list and bool(value) and all(type(item) is str for item in value)
 
 
 def _is_dataclass(cls: type) -> bool:

@@ -48,9 +48,10 @@ def fewer_dims(dynamic_batch: bool | str, refused: Dims) -> bool | str:
 
 def what_is_fixed(dynamic_batch: bool | str) -> str:
     """What cannot be had after that, for a log."""
+    few = "have few of them: pad to a multiple (pad_to_multiple_of=64)"
     if dynamic_batch is False:
-        return "a dynamic batch, each size is captured apart"
-    return "other dynamic sizes than that of the batch, each is captured apart"
+        return f"a dynamic batch, each size is captured apart ({few}, leave out a smaller last batch)"
+    return f"other dynamic sizes than that of the batch, each is captured apart ({few})"
 
 
 def _changed(call: Call, specializations: Iterable[Specialization]) -> Dims:

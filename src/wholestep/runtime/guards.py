@@ -88,7 +88,7 @@ def make_forward_guards(capture: Capture, watch: Watch) -> list[Callable[[object
 
 def _arguments_guard(capture: Capture, call: Call) -> Check:
     """Structure, plain values, and tensor types; dimension 0 of dynamic leaves may vary together."""
-    spec, symbolic = call.spec, capture.recording.symbolic
+    spec, symbolic = call.spec, frozenset(capture.recording.symbolic)
     dims = {index: frozenset(d for i, d in capture.dynamic_dims if i == index) for index, _ in capture.dynamic_dims}
     ways = argument_paths(call.args, call.kwargs)
     expected: list[Any] = []
@@ -108,25 +108,29 @@ def _arguments_guard(capture: Capture, call: Call) -> Check:
     def check(now: Call) -> str | Difference | None:
         if now.spec != spec:
             return "the structure of the arguments changed (other keys, lengths or container types)"
+        reason, numbers = "", list[Any]()
         for index, leaf in enumerate(now.leaves):
             if leaf is expected[index]:
                 continue
             if isinstance(leaf, torch.Tensor) is not tensors[index]:
                 return f"{now.path(index)} was a tensor before and is none now, or the other way round"
             if not tensors[index]:
-                if ways[index] in symbolic:
+                if ways[index] in symbolic or tree.is_text(expected[index]):  # what is read of texts is noted
                     if type(leaf) is not type(expected[index]):
                         return f"{now.path(index)} changed from {expected[index]!r} to {leaf!r}"
                 elif is_plain(expected[index]) and not is_read_as_item[index] and not same(leaf, expected[index]):
-                    reason = f"{now.path(index)} changed from {expected[index]!r} to {leaf!r}"
-                    are_numbers = type(leaf) is type(expected[index]) and type(leaf) in (int, float)
-                    return Difference(reason, [ways[index]] if are_numbers else [])
+                    reason = reason or f"{now.path(index)} changed from {expected[index]!r} to {leaf!r}"
+                    if type(leaf) is not type(expected[index]) or type(leaf) not in (int, float):
+                        return Difference(reason, numbers)
+                    numbers.append(ways[index])
                 elif isinstance(expected[index], (nn.Module, Optimizer)) and leaf is not expected[index]:
                     return f"{now.path(index)} is another {type(leaf).__name__} than before"
                 continue
             found = _open_type(leaf, dims.get(index, frozenset()))
             if found != expected[index]:
                 return f"{now.path(index)} changed: {type_difference(expected[index], found)}"
+        if reason:
+            return Difference(reason, numbers)
         if first_places(now.leaves, known) != places:  # one tensor in two places is one slot, and `is` tells
             return "the same tensor is passed in other places than before"
         return symbolic_sizes.check(now) if symbolic_sizes is not None else None
@@ -278,7 +282,10 @@ class _SymbolicSizes:
                 return f"sizes of the arguments that were equal differ now: {sizes[was]} and {size}"
         for text, holds in self._assumptions:
             if not holds(sizes):
-                return f"sizes {sorted({*sizes.values()})} break what the captured step assumes: {text}"
+                return (
+                    f"sizes {sorted({*sizes.values()})} break what the captured step assumes: {text} (if that happens "
+                    "often, pad to a multiple of something: pad_to_multiple_of=64)"
+                )
         return None
 
 

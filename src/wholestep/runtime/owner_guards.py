@@ -7,7 +7,7 @@ compared in one call of C++. What has been written to is looked at, item by item
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from types import MappingProxyType
 from typing import Any
@@ -185,7 +185,7 @@ def _optimizer_guard(name: str, optimizer: Optimizer, recording: Recording, watc
 
     What it sets and reads is guarded where it is read.
     """
-    symbolic, set_by_step = recording.symbolic, recording.effects.places
+    symbolic, set_by_step = frozenset(recording.symbolic), recording.effects.places
     paths = [_path_of_group(optimizer, index, symbolic | set_by_step) for index in range(len(optimizer.param_groups))]
     groups = [(list(group["params"]), _options(group)) for group in optimizer.param_groups]
     hooks = _Hooks([optimizer], _recording_torch.hooks_of)
@@ -330,15 +330,20 @@ class _Types:
 class _State:
     """The entries of optimizers' state, and whether somebody has written there since they were last looked at."""
 
-    def __init__(self, optimizers: Iterable[Optimizer], watch: Watch) -> None:
+    def __init__(self, optimizers: Iterable[Optimizer], left_alone: Iterable[Optimizer], watch: Watch) -> None:
+        """What comes to the state of those that the step has `left_alone` is none of its business."""
         self._optimizers = [*optimizers]
+        self._known = {id(optimizer): {*map(id, optimizer.state)} for optimizer in left_alone}
         self._contents = Contents([], watch)
         self.look()
 
     def look(self) -> None:
         self._states = [optimizer.state for optimizer in self._optimizers]
         # By identity: tensors are hashed in Python.
-        self._entries = [{id(key): value for key, value in state.items()} for state in self._states]
+        self._entries = [
+            {id(key): value for key, value in one.state.items() if id(key) in self._known.get(id(one), (id(key),))}
+            for one in self._optimizers
+        ]
         dicts = [value for entries in self._entries for value in entries.values() if isinstance(value, dict)]
         self._contents.look([*self._states, *dicts])
 
@@ -373,7 +378,7 @@ def _rebindable_guard(capture: Capture, watch: Watch, when_rebound: Callable[[],
     bindings = [capture.bindings[slot.id] for slot in slots]
     modules = {module: None for root in capture.found.modules.values() for module in root.modules()}
     names = [*capture.found.optimizers]
-    state = _State(capture.found.optimizers.values(), watch)
+    state = _State(capture.found.optimizers.values(), _left_alone(capture), watch)
     state_keys = _keys_asked(capture, state)
     buffers = Contents([_torch.own_buffers(module) for module in modules], watch)
     buffer_names = [_tensors_in(own) for own in buffers.dicts()]
@@ -435,6 +440,15 @@ def _keys_asked(capture: Capture, state: _State) -> list[dict[int, KeysAsked]]:
         {key: replace(asked.get(key, KeysAsked(())), before=names) for key, names in keys.items()}
         for asked, keys in zip(capture.state_keys, state.keys(), strict=True)
     ]
+
+
+def _left_alone(capture: Capture) -> Iterator[Optimizer]:
+    """The optimizers whose state is nothing to the step: it neither steps them nor looks at it."""
+    stepped, read = {*map(id, capture.stepped)}, capture.recording.states_read
+    for name, optimizer in capture.found.optimizers.items():
+        owners = {id(optimizer), *map(id, capture.found.wrappers.get(name, []))}
+        if owners.isdisjoint(stepped | read):
+            yield optimizer
 
 
 def _tensors_in(own: dict[str, Any]) -> list[str]:

@@ -427,11 +427,9 @@ class StepRunner:
     def _capture(self, call: Call, zero_gradients: frozenset[str]) -> Capture:
         """Capture with a symbolic batch where that is wanted and possible, with the sizes as they are otherwise."""
         # Ranks must run the same graph, so that none of them may look at its own batch.
+        answers = self.options.data_parallel is None
         captured_with = functools.partial(
-            capture,
-            zero_gradients=zero_gradients,
-            numbers=tuple(self._numbers),
-            answers=self.options.data_parallel is None,
+            capture, zero_gradients=zero_gradients, numbers=tuple(self._numbers), answers=answers
         )
         refusal: CaptureError | None = None
         while True:
@@ -445,13 +443,14 @@ class StepRunner:
                 refusal, self._dynamic = refusal or error, fewer_dims(self._dynamic, dims)
         if refusal is not None:
             logger.warning("%s cannot have %s: %s", self._name, what_is_fixed(self._dynamic), refusal)
-        if self._specializations and self.options.may_run_in_eager and self._num_made < MAX_OUTCOMES:
+        if self._specializations and self.options.may_run_in_eager and self._num_made < outcomes.MAX_OUTCOMES:
             self._num_made += 1
             refuse_state_made_once(captured)
             self._num_made -= 1
         return captured
 
     def _remember(self, fresh: Specialization) -> None:
+        self._numbers |= dict.fromkeys(fresh.capture.recording.symbolic)
         self._specializations.append(fresh)
         if len(self._specializations) > self.options.cache_size:
             del self._specializations[0]

@@ -98,11 +98,18 @@ class Specialization:
             for guard in self._guards:
                 difference = guard(call)
                 if difference is not None:
-                    return difference if isinstance(difference, Difference) else Difference(difference)
+                    return self._with_all_numbers(difference, call)
             difference = self._reads.check(call)
             if difference is None:
                 self._watch.passed()
             return difference
+
+    def _with_all_numbers(self, found: str | Difference, call: Call) -> Difference:
+        """What differs first, with the numbers that have changed besides: else they were a capture of their own."""
+        first = found if isinstance(found, Difference) else Difference(found)
+        if call.spec == self.capture.spec:
+            first.numbers += self._reads.changed_numbers(call)
+        return first
 
     def begin(self, call: Call) -> Difference | None:
         """What `check` does besides checking, for the call that the step was captured with."""

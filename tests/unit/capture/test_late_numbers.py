@@ -133,7 +133,7 @@ def test_what_is_kept() -> None:
         world.last = loss.item()
         return world.meter.average
 
-    trained(step, captures=3, build=build)
+    trained(step, captures=2, build=build)
 
 
 def test_what_is_printed_and_logged(capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture) -> None:

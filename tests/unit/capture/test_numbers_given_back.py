@@ -165,7 +165,7 @@ def test_kept_for_the_next_step() -> None:
         world.model.count, world.model.running = 0, 1.0
         return world
 
-    trained(kept, captures=2, build=build)
+    trained(kept, captures=1, build=build)
 
 
 def raises(model: nn.Module, optimizer: Optimizer, features: Tensor, targets: Tensor) -> Tensor:

@@ -5,7 +5,9 @@ from wholestep.capture.record.again import (
     CallsLater,
     DrawsWhole,
     HasSizes,
+    LooksAtState,
     Missed,
+    Moves,
     NotWhole,
     OnlyInEager,
     Raises,
@@ -13,6 +15,7 @@ from wholestep.capture.record.again import (
     raises_of_a_value,
 )
 from wholestep.capture.record.arrays import LateArray
+from wholestep.capture.record.counters import require_none_moved
 from wholestep.capture.record.early_arrays import EarlyArray, index_of
 from wholestep.capture.record.guard import Difference, ReadGuard
 from wholestep.capture.record.imports import Unimported
@@ -39,7 +42,9 @@ __all__ = [
     "Filling",
     "HasSizes",
     "LateArray",
+    "LooksAtState",
     "Missed",
+    "Moves",
     "NotWhole",
     "Number",
     "OnlyInEager",
@@ -60,4 +65,5 @@ __all__ = [
     "is_number",
     "listening",
     "raises_of_a_value",
+    "require_none_moved",
 ]

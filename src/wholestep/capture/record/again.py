@@ -18,6 +18,22 @@ class Unsymbolic(BaseException):
         self.paths = paths
 
 
+class Moves(BaseException):
+    """The step moves numbers on that it reads, a counter say: traced again with them as inputs."""
+
+    def __init__(self, paths: tuple[tuple[Any, ...], ...]) -> None:
+        super().__init__(len(paths))
+        self.paths = paths
+
+
+class LooksAtState(BaseException):
+    """The step looks at the state of optimizers that have none so far: traced again without what they begin with."""
+
+    def __init__(self, optimizers: frozenset[int]) -> None:
+        super().__init__(len(optimizers))
+        self.optimizers = optimizers
+
+
 class Raises(CaptureError):
     """The step raises in this very call, because of a value that it has looked at: there is nothing to capture."""
 

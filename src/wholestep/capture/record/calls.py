@@ -46,7 +46,6 @@ from wholestep.capture.record import (
     simple_calls,
     standins,
     tensors,
-    texts,
     whole,
     whole_late,
 )
@@ -55,6 +54,7 @@ from wholestep.capture.record.arrays import LateObject
 from wholestep.capture.record.caches import cached_call
 from wholestep.capture.record.follow import is_of_stdlib
 from wholestep.capture.record.places import CONTAINERS, Step, is_open, is_plain
+from wholestep.capture.record.quiet_texts import note_looks
 
 if TYPE_CHECKING:
     from wholestep.capture.record.recorder import Recorder
@@ -82,6 +82,7 @@ def choose(recorder: Recorder, function: Any, args: tuple[Any, ...], kwargs: dic
     """What to call in place of `function` with these arguments."""
     kind = type(function)
     if recorder.late.is_used and (later := late_calls.chosen(recorder, function, args, kwargs)) is not None:
+        recorder.texts.settle(recorder, (*args, *kwargs.values()))
         return later
     if len(args) == 1 and _torch.is_traced(args[0]) and _is_hashable(function) and function in number_calls.OF_NUMBERS:
         return functools.partial(number_calls.of_tensor, recorder, function)
@@ -103,7 +104,7 @@ def choose(recorder: Recorder, function: Any, args: tuple[Any, ...], kwargs: dic
     if (python := c_modules.scripted(recorder, function, args, kwargs)) is not None:
         return _python(recorder, python, args, kwargs)
     if kind is not functools.partial:
-        _refuse_looks_into_text(recorder, function, args, kwargs)
+        note_looks(recorder, function, args, kwargs)
     has_numbers = any(type(arg) is numbers.Number for arg in (*args, *kwargs.values()))
     if isinstance(function, type):
         return (_with_numbers if has_numbers else _class)(recorder, function, args, kwargs)
@@ -137,14 +138,6 @@ def choose(recorder: Recorder, function: Any, args: tuple[Any, ...], kwargs: dic
     if type(getattr(kind, "__call__", None)) in _C_CALLABLES:  # noqa: B004
         return functools.partial(number_calls.with_all_settled, function)  # as of json, which asks for a float
     return function
-
-
-def _refuse_looks_into_text(recorder: Recorder, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """C code that is given text with something missing may put it somewhere, or print it."""
-    if texts.may_make(recorder):
-        texts.refuse_padding_by_format(recorder, function, args, kwargs)
-    if recorder.late.has_texts and not outside.is_output(function):
-        texts.refuse_in_call(recorder, function, args, kwargs)
 
 
 def _is_to_be_told(recorder: Recorder, value: Any) -> bool:
@@ -186,6 +179,7 @@ def told(recorder: Recorder, value: Any) -> Any:
 def _python(recorder: Recorder, function: types.FunctionType, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     handler = recorder.handlers.get(function)
     if handler is not None:
+        note_looks(recorder, function, args, kwargs)
         return handler(recorder, function, args, kwargs)
     if function.__code__ is _DISPATCHING and args:
         return _dispatched(recorder, function, args, kwargs)
@@ -196,7 +190,7 @@ def _python(recorder: Recorder, function: types.FunctionType, args: tuple[Any, .
     if recorder.follow(function):
         recorder.read_defaults(function)
         return function
-    _refuse_looks_into_text(recorder, function, args, kwargs)
+    note_looks(recorder, function, args, kwargs)
     wraps_followed = recorder.follow_all(function)
     _give(recorder, args, kwargs)
     if function.__module__ == "inspect" and args:
@@ -234,6 +228,7 @@ def _method(recorder: Recorder, method: types.MethodType, args: tuple[Any, ...],
     recorder.read_bound(method)
     handler = recorder.handler_of(method.__self__)
     if handler is not None:
+        note_looks(recorder, method, args, kwargs)
         return handler(recorder, method, args, kwargs)
     function = method.__func__
     handler = recorder.handlers.get(function) if isinstance(function, types.FunctionType) else None
@@ -246,11 +241,12 @@ def _method(recorder: Recorder, method: types.MethodType, args: tuple[Any, ...],
     if isinstance(function, types.FunctionType):
         later = whole_late.whole_call(recorder, function, (method.__self__, *args), kwargs)
         if later is not None:
+            recorder.texts.settle(recorder, (*args, *kwargs.values()))
             return functools.partial(later, method.__self__)
         if recorder.follow(function):
             recorder.read_defaults(function)
             return method
-    _refuse_looks_into_text(recorder, method, args, kwargs)
+    note_looks(recorder, method, args, kwargs)
     recorder.follow_all(function)
     recorder.follow_operators(method.__self__)
     if isinstance(method.__self__, type):  # `apply` of an autograd.Function calls what its class defines
@@ -566,6 +562,7 @@ BUILTINS: dict[Any, Handler] = {
     importlib.import_module: simple_calls.imports,
     issubclass: simple_calls.is_subclass,
     callable: _quiet,
+    torch.is_tensor: _quiet,
     super: _quiet,
     type: _type,
     locals: _quiet,

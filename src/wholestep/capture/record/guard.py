@@ -114,6 +114,16 @@ class ReadGuard:
             pass
         return self._compare(call)
 
+    def changed_numbers(self, call: Any) -> list[tuple[Any, ...]]:
+        """Paths of the numbers that are others than expected, whatever else has changed."""
+        paths: list[tuple[Any, ...]] = []
+        for place in self._places:
+            if place.expectation is Expectation.VALUE and type(place.value) in (int, float) and not _is_asked(place):
+                now = find(place.path, call)
+                if type(now) is type(place.value) and not same(now, place.value):
+                    paths.append(place.path)
+        return paths
+
     def _meets(self, call: Any) -> bool:
         """Whether a container among the arguments is one that is found elsewhere, too."""
         given = {id(find(place.path, call)) for place in self._given}
@@ -137,10 +147,10 @@ class ReadGuard:
             if place.is_given or self._is_as_expected(place, value):
                 continue
             numbers = _changed_numbers(place.value, value) if place.expectation is Expectation.VALUE else None
-            if numbers is None and value is place.value and type(value) is not place.kind:
-                return Difference(_class_difference(place, value))
             if numbers is None:
-                return Difference(f"'{place}' changed from {_shown(place.value)} to {_shown(value)}")
+                is_same = value is place.value and type(value) is not place.kind
+                change = f"'{place}' changed from {_shown(place.value)} to {_shown(value)}"
+                return Difference(_class_difference(place, value) if is_same else change, self.changed_numbers(call))
             changed.append(place)
             paths += [(*place.path, *step) for step in numbers]
         for place in self._places:

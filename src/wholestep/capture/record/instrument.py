@@ -261,6 +261,9 @@ class _Editor:
             return [*self._insert("match_class", 3, count), bytecode.kept(instruction)]
         if name in _CELLS:
             return self._cell(instruction)
+        if name in ("LOAD_ATTR", "LOAD_METHOD") and instruction.argval == "__class__":
+            exchange = [create_instruction("SWAP", arg=2), create_instruction("POP_TOP")]
+            return [*bytecode.observe(self._hooks["class_of"], [1]), *exchange, *_loaded(instruction)]
         if name in _NAMED or name in _GLOBALS:
             hook, count = (_NAMED | _GLOBALS)[name]
             inserted = self._insert(hook, count, create_instruction("LOAD_CONST", argval=instruction.argval))

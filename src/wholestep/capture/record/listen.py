@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from wholestep import _recording_torch
+from wholestep import _recording_torch, _torch
 from wholestep.capture.record import (
     classes,
     drawing,
@@ -83,6 +83,8 @@ def _hook(num_owners: int) -> Callable[[Callable[..., Any]], Callable[..., Any]]
                 return None
             recorder = _active[-1]
             is_quiet = bool(num_owners) and all(type(arg) in _QUIET for arg in args[:num_owners])
+            if recorder.texts and not recorder.is_deaf and recorder.thread == threading.get_ident():
+                recorder.texts.settle_in_instruction(recorder, name, args)
             is_wary = recorder.late.has_texts or (name == "binary" and texts.may_make(recorder))
             if is_quiet and not is_wary:
                 return None
@@ -127,6 +129,8 @@ def _item(owner: Any, key: Any) -> Any:
         return owner
     if recorder.late.has_texts:
         texts.refuse_in_instruction(recorder, "item", (owner, key))
+    if recorder.texts:
+        recorder.texts.settle_in_instruction(recorder, "item", (owner, key))
     if type(owner) in _QUIET:
         if type(owner) is LateArray and type(key) not in _QUIET:
             _read_key(recorder, key)
@@ -156,6 +160,17 @@ def _item(owner: Any, key: Any) -> Any:
 def _read_key(recorder: Recorder, key: Any) -> None:
     with recorder.deaf():
         whole.read_reached(recorder, key)
+
+
+def _class_of(owner: Any) -> Any:
+    """Before `owner.__class__`: what to ask, in place of a traced tensor one that says what the user's tensor would."""
+    recorder = _hearing()
+    if recorder is None:
+        return owner
+    if _torch.is_traced(owner):
+        return standins.OfClass(standins.type_of(recorder, owner))
+    _HOOKS["attribute"](owner, "__class__")
+    return owner
 
 
 def _hearing() -> Recorder | None:
@@ -365,6 +380,8 @@ def _call(function: Any, *rest: Any) -> Any:
 
 def _call_with(function: Any, args: Any, kwargs: Any = None) -> Any:
     """Before `function(*args, **kwargs)`; an iterator among them must not be used up here, and is when it is called."""
+    if (recorder := _hearing()) is not None and recorder.texts:
+        recorder.texts.settle(recorder, (args,), is_deep=False)
     if texts.is_marked(args) and (recorder := _hearing()) is not None:  # whose letters would be the arguments
         texts.refuse_in_instruction(recorder, "iterate", (args,))
     if not isinstance(args, (list, tuple)) or not isinstance(kwargs, (dict, type(None))):
@@ -393,8 +410,10 @@ def _chosen(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], unpack
 def _remainder(left: Any, right: Any) -> Any:
     """Before `left % right`: what to format with, if that is text and numbers among the values are known only later."""
     recorder = _hearing() if type(left) is str else None
+    if recorder is not None:
+        recorder.texts.settle(recorder, (left, right))
     return left if recorder is None else percent.formatting(recorder, left, right)
 
 
-_HOOKS.update(call=_call, call_with=_call_with, item=_item, remainder=_remainder)
+_HOOKS.update(call=_call, call_with=_call_with, item=_item, remainder=_remainder, class_of=_class_of)
 Followers.instrumenter = Instrumenter(_HOOKS)

@@ -132,6 +132,7 @@ def give(recorder: Recorder, owner: Any, step: Step, key: Any, value: Any) -> No
     """Note an argument and, if it is a container of which the trace has a copy, what it holds."""
     if isinstance(value, torch.Tensor) and (twin := recorder.twins.of(value)) is not None:
         twin.given = (owner, step, key)
+    recorder.texts.given(value, owner, step, key)
     is_value = is_plain(value)
     if (
         isinstance(value, torch.Tensor)
@@ -144,7 +145,7 @@ def give(recorder: Recorder, owner: Any, step: Step, key: Any, value: Any) -> No
         # The trace has a copy of it, too: what is read of it is noted item by item, and what nobody reads may change.
         place.expectation = Expectation.OPEN
         recorder.stands_at(value, place)
-    opened = tree.opened(value)
+    opened = ((), []) if tree.is_text(value) else tree.opened(value)
     if place is None or opened is None or place.is_given:
         return
     place.is_given = True

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 from torch import nn
+from torch.optim import Optimizer
 
 from wholestep.capture.record import classes, drawing, outside, standins, tensors, whole
 from wholestep.capture.record.classes import class_member, is_library, read_from_class, read_from_super
@@ -63,6 +64,8 @@ _NAMED_PART: type = type(vars(functools._CacheInfo)["hits"])  # pyright: ignore[
 """How a named tuple's parts are found by name."""
 
 
+_OF_STATE = ("state", "state_dict", "load_state_dict", "_init_group", "__dict__", "__getstate__", "__reduce_ex__")
+"""Attributes of an optimizer that lead to its state."""
 _OF_FUNCTIONS = ("__defaults__", "__kwdefaults__", "__name__", "__qualname__", "__module__", "__doc__")
 _ABOUT_ARRAYS = ("shape", "dtype", "ndim", "size", "itemsize", "nbytes", "strides", "flags")
 """What an array tells without its content; the others are views of it."""
@@ -70,6 +73,8 @@ _ABOUT_ARRAYS = ("shape", "dtype", "ndim", "size", "itemsize", "nbytes", "stride
 
 def find_attribute(recorder: Recorder, owner: Any, name: str, place: Place | None) -> None:
     """An attribute of an object, as `object.__getattribute__` finds it."""
+    if name in _OF_STATE and isinstance(owner, Optimizer):
+        recorder.states_read.add(id(owner))
     if name == "__dict__":
         recorder.namespace_of(owner)
         return

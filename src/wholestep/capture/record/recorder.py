@@ -43,10 +43,10 @@ from wholestep.capture.record.places import (
     Place,
     Step,
     dict_of,
-    expectation,
     hashable,
     take,
 )
+from wholestep.capture.record.quiet_texts import QuietTexts
 from wholestep.capture.record.state import Kept, Operation, content_of
 from wholestep.capture.record.tensors import Twins
 from wholestep.capture.record.whole_late import WholeCalls, escalate
@@ -117,17 +117,16 @@ class Recorder:
         self.twins = Twins()
         self.placed = PlacedNumbers(self.ledger, self.twins.twin_of)
         self._rates: dict[int, tuple[Any, tuple[Any, ...], type]] = {}
-        self.filled_caches: dict[int, Any] = {}
-        """Caches of functions that were empty before the trace."""
-        self.read_whole: set[int] = set()
-        """Owners of which everything was noted (`whole`)."""
-        self.num_deeds = 0
-        """How often the step has written or drawn something until now."""
+        self.filled_caches: dict[int, Any] = {}  # of functions, empty before the trace
+        self.read_whole: set[int] = set()  # owners of which everything was noted (`whole`)
+        self.num_deeds = 0  # how often the step has written or drawn something until now
         self.warning_filters: Any = None
         """The filters of warnings as they were before the step; `catch_warnings` puts others in their place."""
         self.own_generators: dict[int, Any] = {}
         """Generators of random numbers that the step has made itself."""
-        self.caught = Caught()
+        self.caught, self.texts = Caught(), QuietTexts()
+        self.states_read: set[int] = set()
+        """Ids of the optimizers at whose state the step may look by itself."""
         self.whole_calls, self.escalate = WholeCalls(), functools.partial(escalate, self)
 
     # Owners
@@ -214,10 +213,10 @@ class Recorder:
         known = above.children.get((step, hashable(key)))
         if known is not None:
             if known.expectation is Expectation.PRESENT and not only_presence:
-                known.expectation, known.value = expectation(value), value
+                known.expectation, known.value = self.texts.expectation(value), value
                 self._found(value, known)
             return known
-        expected = Expectation.PRESENT if only_presence and value is not ABSENT else expectation(value)
+        expected = Expectation.PRESENT if only_presence and value is not ABSENT else self.texts.expectation(value)
         place = Place(above, step, key, value, expected)
         above.children[step, hashable(key)] = place
         if expected is not Expectation.PRESENT:
@@ -462,8 +461,9 @@ class Recorder:
             raise Unsymbolic(paths) from error
 
     def argument(self, path: tuple[Any, ...], value: Any) -> Any:
-        """A plain argument: a `Number` if it has changed before."""
-        return self.ledger.leaf(value, path) if path in self._numbers and type(value) in (int, float) else value
+        """A plain argument: a `Number` if it has changed before, the trace's own copy of a text."""
+        is_moving = path in self._numbers and type(value) in (int, float)
+        return self.ledger.leaf(value, path) if is_moving else self.texts.copy_of(value, path)
 
     def add_rate(self, symbol: Any, path: tuple[Any, ...], kind: type) -> None:
         """A learning rate, which is a symbol while the step is traced: where it stands, and its type there."""

@@ -30,8 +30,10 @@ class Recording:
     roots: tuple[Place, ...]
     program: Program
     effects: Effects
-    symbolic: frozenset[tuple[Any, ...]]
+    symbolic: tuple[tuple[Any, ...], ...]
     numbers: dict[str, Any]
     current: Current
     late: Late
     requirements: tuple[Requirement, ...]
+    states_read: frozenset[int] = frozenset()
+    """Ids of the optimizers at whose state the step may look by itself."""

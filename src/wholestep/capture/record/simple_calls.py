@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
+from torch.optim import Optimizer
 
 from wholestep import _torch
 from wholestep.capture.entries import Entries
@@ -23,6 +24,8 @@ def vars_(recorder: Recorder, function: Any, args: tuple[Any, ...], _kwargs: dic
         recorder.read_attribute(args[0], "__dict__")
     if args and recorder.place_of(args[0]) is not None:
         recorder.namespace_of(args[0])
+        if isinstance(args[0], Optimizer):
+            recorder.states_read.add(id(args[0]))
     return function
 
 

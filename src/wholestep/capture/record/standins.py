@@ -22,6 +22,19 @@ _KINDS: dict[type, type] = {torch.SymInt: int, torch.SymFloat: float, torch.SymB
 _ARRAYS = (LateArray, LateObject, EarlyArray)
 
 
+class OfClass:
+    """Something that says to be of a class when it is asked for `__class__`."""
+
+    __slots__ = ("_kind",)
+
+    def __init__(self, kind: type) -> None:
+        self._kind = kind
+
+    @property
+    def __class__(self) -> type:  # pyright: ignore[reportIncompatibleMethodOverride, reportIncompatibleVariableOverride]
+        return self._kind
+
+
 def is_number(value: Any) -> bool:
     """Whether a value stands in for a number of Python."""
     return type(value) is Number or type(value) in _KINDS

@@ -33,6 +33,7 @@ from wholestep.errors import CaptureError
 
 if TYPE_CHECKING:
     from wholestep.capture.binding import Binding
+    from wholestep.capture.record.quiet_texts import QuietTexts
 
 
 @dataclass
@@ -198,7 +199,7 @@ class Templates:
     one that a traced view looks at; `computed` makes a traced value
     one of the graph's outputs and returns its position. `drawn_tensor` gives the traced value of a tensor made of an
     array that the step has drawn, None for others; `drawn` has the names of those arrays, and of what stands at places
-    that are drawn, by their ids.
+    that are drawn, by their ids. `texts` are those among the arguments that may be others at each call.
     """
 
     def __init__(
@@ -209,6 +210,7 @@ class Templates:
         computed: Callable[[Any], int],
         drawn_tensor: Callable[[Any], torch.Tensor | None],
         drawn: Mapping[int, str],
+        texts: QuietTexts,
     ) -> None:
         self._place_of = place_of
         self._slot_of = slot_of
@@ -216,6 +218,7 @@ class Templates:
         self._computed = computed
         self._drawn_tensor = drawn_tensor
         self._drawn = drawn
+        self._texts = texts
         self._known: dict[int, Template | None] = {}
         self._alive: list[Any] = []
         self.numbers: set[str] = set()
@@ -258,8 +261,10 @@ class Templates:
             parts = tuple(pieces(value))
             self.late_numbers |= {piece for piece, is_name in parts if is_name}
             return Text(parts)
+        if (path := self._texts.path_of(value)) is not None:
+            return Existing(path)
         place = self._place_of(value)
-        if place is None and is_plain(value) and not _has_text(value):
+        if place is None and is_plain(value) and not _has_text(value) and not self._texts.among(value):
             return Constant(value)
         if place is not None:
             return Constant(value) if place.expectation is Expectation.SAME else Existing(place.path)

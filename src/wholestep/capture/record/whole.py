@@ -39,6 +39,7 @@ def read(recorder: Recorder, owner: Any) -> None:
     pending = [owner]
     while pending:
         part = pending.pop()
+        recorder.texts.settle(recorder, (part,), is_deep=False)
         place = recorder.place_of(part)
         if place is None:
             continue

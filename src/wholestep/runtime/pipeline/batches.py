@@ -71,6 +71,8 @@ def joined(parts: Sequence[Any], batches: MicroBatches) -> Any:
         return torch.cat(list(parts))
     if isinstance(first, torch.Tensor) and not first.dim() and first.is_floating_point():
         return mean(parts, batches)
+    if tree.is_text(first):
+        return [list(column) for column in zip(*parts, strict=True)]
     return list(parts)
 
 
