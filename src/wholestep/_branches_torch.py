@@ -72,7 +72,7 @@ unflattened: Callable[[list[Any], Any], Any] = _pytree.tree_unflatten
 seen_by_nobody: Callable[[], Any] = torch._C.DisableTorchFunction
 """Functions of torch that are called inside pass no mode."""
 seen_again: Callable[[], Any] = torch._C._EnableTorchFunction
-_LOOPS = ("while_loop", "scan", "associative_scan", "map")
+_LOOPS = ("while_loop", "scan", "map")
 
 
 def loops() -> list[Any]:

@@ -18,6 +18,7 @@ import dis
 import math
 import operator
 import os
+import sys
 from collections.abc import Callable, Collection, Iterable
 from types import FrameType
 from typing import Any
@@ -147,9 +148,11 @@ def is_position(node: fx.Node) -> bool:
 
 def is_handled() -> bool:
     """Whether the step would handle an error that came up now, by `except` or `finally`."""
-    frame = _asking_frame()
+    frame: FrameType | None = sys._getframe(1)  # pyright: ignore[reportPrivateUsage]
     while frame is not None and frame.f_code.co_name != "_traced_run":
-        if source.is_user_file(frame.f_code.co_filename) and _has_handler(frame):
+        filename = frame.f_code.co_filename
+        is_typed_in = filename.startswith("<") and not filename.startswith("<wholestep")  # at a prompt, or by exec
+        if (source.is_user_file(filename) or is_typed_in) and _has_handler(frame):
             return True
         frame = frame.f_back
     return False

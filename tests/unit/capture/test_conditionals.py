@@ -1,5 +1,6 @@
 """`torch.cond` in a step: one node that runs the branch that is taken, forward and backward, with eager's bits."""
 
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -211,6 +212,39 @@ def _appending(model: nn.Module, features: Tensor) -> Tensor:
 
 
 KEPT: list[int] = []
+WRONG: dict[str, tuple[Loss, str]] = {
+    "no tensor": (
+        lambda m, x: torch.cond(x.sum() > 0, lambda y: m(y), lambda y: 3, (x,)),
+        "a branch of torch.cond() returns something else than tensors it has computed",
+    ),
+    "a tuple and a list": (
+        lambda m, x: torch.cond(x.sum() > 0, lambda y: (m(y), y * 2), lambda y: [m(y), y * 2], (x,))[0],
+        "the branches of torch.cond() return different structures",
+    ),
+    "other shapes": (
+        lambda m, x: torch.cond(x.sum() > 0, lambda y: m(y), lambda y: m(y)[:1], (x,)).sum(),
+        "the branches of torch.cond() return tensors of different forms",
+    ),
+    "an append": (lambda m, x: _appending(m, x), "prints, draws from Python or writes to objects"),
+    "an operand returned": (
+        lambda m, x: torch.cond(x.sum() > 0, lambda y: y, lambda y: y * 2, (m(x),)),
+        "a branch of torch.cond() returns memory from outside, or twice the same",
+    ),
+    "two flags": (
+        lambda m, x: torch.cond(x > 0, lambda y: m(y), lambda y: m(y) * 2, (x,)),
+        "torch.cond() raises for these arguments",
+    ),
+}
+
+
+@pytest.mark.parametrize(("loss_of", "words"), WRONG.values(), ids=WRONG.keys())
+def test_what_torch_does_not_take_either_is_told_where_eager_cannot_run(loss_of: Loss, words: str) -> None:
+    world = small_world()()
+    with pytest.raises(wholestep.CaptureError, match=re.escape(words)) as caught:
+        wholestep.compile(step_of(loss_of), memory_budget=1.0)(world.model, world.optimizer, *batches(1))
+    assert caught.value.advice is not None
+
+
 EAGERS: dict[str, Loss] = {
     "an operand returned": lambda m, x: torch.cond(x.sum() > 0, lambda y: y, lambda y: y * 2, (m(x),)),
     "other forms": lambda m, x: torch.cond(x.sum() > 0, lambda y: m(y).sum(), lambda y: m(y), (x,)),

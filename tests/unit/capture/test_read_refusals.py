@@ -164,11 +164,6 @@ def thaws_what_it_has_found(model: Any, optimizer: Any, x: Tensor, y: Tensor) ->
     return mse_step(model, optimizer, x + TRAINABLE.sum() * 0, y)
 
 
-@refused("draws a list with")
-def draws_a_list(model: Any, optimizer: Any, x: Tensor, y: Tensor) -> Any:
-    return mse_step(model, optimizer, x * random.choices([1.0, 2.0], k=2)[0], y)
-
-
 BYTES = bytearray(b"one")
 CONTENT: dict[str, Callable[[], Any]] = {
     "len": lambda: len(BYTES),
@@ -212,11 +207,6 @@ def returns_a_ring(model: Any, optimizer: Any, x: Tensor, y: Tensor) -> Any:
     ring = (inner,)
     inner.append(ring)
     return ring
-
-
-@refused("the step uses a draw where torch needs a fixed number")
-def drops_by_a_draw(model: Any, optimizer: Any, x: Tensor, y: Tensor) -> Any:
-    return mse_step(model, optimizer, F.dropout(x, random.random()), y)
 
 
 @refused("hands a list that leads to more than 20000 objects to code that cannot be followed")

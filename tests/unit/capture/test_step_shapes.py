@@ -134,7 +134,7 @@ def do_nothing(model: nn.Module, optimizer: Optimizer) -> None:
         (clear_at_the_start, do_nothing, 1),
         (clear_by_the_model, do_nothing, 1),
         (clear_to_zeros, do_nothing, 2),
-        (clear_by_hand, do_nothing, 2),
+        (clear_by_hand, do_nothing, 1),
         (zero_by_hand, do_nothing, 2),
         (do_nothing, clear_at_the_start, 1),
         (do_nothing, clear_to_zeros, 2),
