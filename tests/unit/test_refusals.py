@@ -39,8 +39,8 @@ UNREACHED = {
     "the model, the optimizer or the batch was made inside no_weights(): such a step is for planning": "test_blank.py "
     "has it, in a pattern",
     "that a hook has set, or the other way round": "a hook on a tensor that is handed the twin of another one",
-    "gives torch what NumPy's numbers from outside are in": "no program is known: numbers of NumPy's are guards by then",
-    "the step updates with the state of": "a wrapper that fills in what the optimizer inside would have made: it is seen to "
+    "gives torch what NumPy's numbers from outside are in": "numbers of NumPy's are guards by then",
+    "the step updates with the state of": "a wrapper that makes what the one inside would have made: it is seen to "
     "look at the state, and shown none",
     "the step exits": "never told: eager runs, and exits",
 }

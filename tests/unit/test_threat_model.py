@@ -27,6 +27,7 @@ KNOWN: dict[str, set[str]] = {
     "capture/record/guard.py": {"exec"},  # of text made from numbered names and keys as Python writes them
     "capture/record/program.py": {"exec"},  # likewise, of arithmetic on numbered names
     "_sizes_torch.py": {"eval"},  # of expressions of numbered symbols, as sympy writes them
+    "_branches_torch.py": {"importlib.import_module"},  # loops of torch's, of which a version may lack some
     "capture/record/calls.py": {"importlib.import_module"},  # a name for it: the step calls that itself
     "capture/record/imports.py": {"importlib.import_module"},  # what the step imports for the first time
     "capture/record/late.py": {"exec"},  # likewise; what is said of formats is spelled by repr()

@@ -12,14 +12,14 @@ from hypothesis import strategies as st
 from tests.cuts import MicroStep, micro_step, zoo_step
 from torch import Tensor, nn
 
-from wholestep.cost import DeviceModel, estimated_times
+from wholestep.cost import DEVICES, estimated_times
 from wholestep.errors import SplitError
 from wholestep.pipe.balance import Chain, Limit, Profile, Tally, balance, kept_matrix, profile
 from wholestep.pipe.cut import cut
 from wholestep.pipe.placement import forward_calls, place
 from wholestep.pipe.split import SplitPlan, plan_split
 
-DEVICE = DeviceModel(1e5, 1e4, 1.0)
+DEVICE = DEVICES["cpu"]
 NAMES = ["gpt", "resnet", pytest.param("t5", marks=pytest.mark.slow)]
 
 
