@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import functools
-import re
-import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import torch
+from tests.integrations.torchvision_operators import declare_missing
 from tests.twins import pair
 
 from benchmarks.coverage import optimizers
@@ -19,25 +17,14 @@ MOST_CAPTURES = 3
 _BATCHES = [pair(seed=seed) for seed in range(NUM_STEPS)]
 _LOOKAHEAD = ("sgd", "adamw", "radam", "lamb")
 _GROUPED = ("adamw", "lamb", "lion", "adan", "nadamw", "muon")
-_LIBRARIES: list[torch.library.Library] = []
 
 
-@functools.cache
 def _timm() -> Any:
     """timm, also where the operators of torchvision, which it imports, were built for another device."""
-    while True:
-        try:
-            import timm.optim
+    declare_missing()
+    import timm.optim
 
-            return timm
-        except RuntimeError as error:
-            missing = re.search(r"operator torchvision::(\w+) does not exist", str(error))
-            if missing is None:
-                raise
-            for name in [name for name in sys.modules if name.partition(".")[0] in ("torchvision", "timm")]:
-                del sys.modules[name]
-            _LIBRARIES.append(torch.library.Library("torchvision", "FRAGMENT"))
-            _LIBRARIES[-1].define(f"{missing[1]}(Tensor of) -> Tensor")
+    return timm
 
 
 def cases() -> Iterator[Case]:

@@ -18,12 +18,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from tests.integrations.torchvision_operators import declare_missing
 from tests.pictures import Picture, differences
 from tests.twins import Twins
 from torch import Tensor
 
 from benchmarks.loops import Loop, World
 from wholestep import CaptureError
+
+declare_missing()  # of what timm and diffusers import
 
 TOLERANCE = 1e-4
 """Of the largest element of a tensor: results within it are close."""

@@ -219,10 +219,12 @@ def _trace_until_complete(call: Attempt) -> tuple[Attempt, fx.GraphModule, Colle
     while True:
         try:
             traced = _trace(call)
-            if counts.keys() >= {*traced[2].effects.counts}:
+            # Those that torch had to have the value of stay as they are.
+            fresh = [p for p in traced[2].effects.counts if p not in counts and p not in call.fixed | call.moved]
+            if not fresh:
                 return traced
-            counts |= dict.fromkeys(traced[2].effects.counts)
-            call = call.again(numbers=tuple(counts))
+            counts |= dict.fromkeys(fresh)
+            call = call.again(numbers=tuple(dict.fromkeys([*call.numbers, *fresh])))
         except Missed as missed:
             call = call.again(found=discover.with_missed(call.found, missed.owner))
         except DrawsWhole as error:
@@ -241,7 +243,8 @@ def _trace_until_complete(call: Attempt) -> tuple[Attempt, fx.GraphModule, Colle
                 ) from error
             call = call.again(numbers=tuple(p for p in call.numbers if p not in error.paths), fixed=fixed)
         except Moves as error:
-            call = call.again(numbers=tuple(dict.fromkeys([*call.numbers, *error.paths])), moved=error.paths)
+            moved = [path for path in error.paths if path not in call.fixed]
+            call = call.again(numbers=tuple(dict.fromkeys([*call.numbers, *moved])), moved=error.paths)
         except LooksAtState as error:
             call = call.again(as_it_is=error.optimizers)
         except HasSizes as error:
