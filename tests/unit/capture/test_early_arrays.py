@@ -66,7 +66,7 @@ def branches(x: Tensor) -> Any:
 def written_to_tensor(x: Tensor) -> Any:
     x, places = x.clone(), np.random.permutation(6)[:2]
     x[places] = 0
-    x[np.random.rand(6, 4) < 0.3] = 1
+    x[np.random.rand(6, 4) < 0.3] = 1  # pyright: ignore[reportArgumentType]
     return x
 
 
@@ -117,7 +117,7 @@ def test_what_is_computed_with_draws(kind: str) -> None:
 
 def test_objects_are_not_drawn_in_arrays() -> None:
     def step(model: Any, optimizer: Any, features: Tensor, targets: Tensor) -> Any:
-        return mse_step(model, optimizer, features, targets), np.random.choice(["a", None], 3)[0]
+        return mse_step(model, optimizer, features, targets), np.random.choice(["a", None], 3)[0]  # pyright: ignore[reportCallIssue, reportArgumentType]
 
     world = small_world()()
     with pytest.raises(CaptureError, match="draws an array of object"):
