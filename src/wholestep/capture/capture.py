@@ -215,16 +215,9 @@ def _trace(call: Attempt) -> tuple[Attempt, fx.GraphModule, Collected]:
 
 def _trace_until_complete(call: Attempt) -> tuple[Attempt, fx.GraphModule, Collected]:
     """Trace again as long as a trace meets models or functions that nobody knew of, or numbers that must be fixed."""
-    counts = dict.fromkeys(call.numbers)
     while True:
         try:
-            traced = _trace(call)
-            # Those that torch had to have the value of stay as they are.
-            fresh = [p for p in traced[2].effects.counts if p not in counts and p not in call.fixed | call.moved]
-            if not fresh:
-                return traced
-            counts |= dict.fromkeys(fresh)
-            call = call.again(numbers=tuple(dict.fromkeys([*call.numbers, *fresh])))
+            return _trace(call)
         except Missed as missed:
             call = call.again(found=discover.with_missed(call.found, missed.owner))
         except DrawsWhole as error:
@@ -243,6 +236,7 @@ def _trace_until_complete(call: Attempt) -> tuple[Attempt, fx.GraphModule, Colle
                 ) from error
             call = call.again(numbers=tuple(p for p in call.numbers if p not in error.paths), fixed=fixed)
         except Moves as error:
+            # Those that torch had to have the value of stay as they are.
             moved = [path for path in error.paths if path not in call.fixed]
             call = call.again(numbers=tuple(dict.fromkeys([*call.numbers, *moved])), moved=error.paths)
         except LooksAtState as error:

@@ -17,7 +17,6 @@ from typing import Any
 import numpy as np
 
 from wholestep.capture.binding import FixedTensor
-from wholestep.capture.record.numbers import kind_of
 from wholestep.capture.record.outside import Output
 from wholestep.capture.record.places import ABSENT, Place, Step, find
 from wholestep.capture.record.state import Kept, apply_operation, content_of, dict_kind
@@ -38,8 +37,6 @@ class Change:
     """Whether it only writes what was there before."""
     places: frozenset[tuple[Any, ...]] = frozenset()
     """Paths of the items of a dict that it sets."""
-    counts: tuple[tuple[Any, ...], ...] = ()
-    """Paths of the numbers in a parameter group that are others afterwards: they are others at each call."""
 
 
 @dataclass(frozen=True)
@@ -56,11 +53,6 @@ class Effects:
     def places(self) -> frozenset[tuple[Any, ...]]:
         """Paths of all items of dicts that are set."""
         return frozenset[tuple[Any, ...]]().union(*(change.places for change in self.changes))
-
-    @property
-    def counts(self) -> tuple[tuple[Any, ...], ...]:
-        """Paths of the numbers in parameter groups that the step itself changes."""
-        return tuple(path for change in self.changes for path in change.counts)
 
     def perform(self, filling: Filling, *, is_quiet: bool = False) -> None:
         """Do it all with the values of one call, without the output if that `is_quiet`."""
@@ -83,8 +75,7 @@ def find_effects(
         place = place_of(item.owner)
         if place is not None and ((has_changed := item.has_changed()) or item.was_written):
             prepare = _change(item, place, templates)
-            set_and_counted = _places_set(item, place), _numbers_changed(item, place)
-            changes.append(Change(str(place), place.path, prepare, not has_changed, *set_and_counted))
+            changes.append(Change(str(place), place.path, prepare, not has_changed, _places_set(item, place)))
     said = [
         (
             output.function,
@@ -102,19 +93,6 @@ def _places_set(kept: Kept, place: Place) -> frozenset[tuple[Any, ...]]:
     now: dict[Any, Any] = dict(kept.owner)
     changed = {key for key in {**kept.before, **now} if now.get(key, ABSENT) is not kept.before.get(key, ABSENT)}
     return frozenset((*place.path, (Step.ITEM, key)) for key in changed | kept.keys)
-
-
-def _numbers_changed(kept: Kept, place: Place) -> tuple[tuple[Any, ...], ...]:
-    if not isinstance(kept.owner, dict) or place.parent is None or place.parent.key != "param_groups":
-        return ()
-    now: dict[Any, Any] = dict(kept.owner)
-    others = [key for key, before in kept.before.items() if key in now and now[key] is not before and key != "lr"]
-    kinds = [(kind_of(kept.before[key]), kind_of(now[key])) for key in others]
-    return tuple(
-        (*place.path, (Step.ITEM, key))
-        for key, pair in zip(others, kinds, strict=True)
-        if pair in ((int, int), (float, float))
-    )
 
 
 def _change(kept: Kept, place: Place, templates: Templates) -> Prepare:
